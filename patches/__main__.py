@@ -1,0 +1,80 @@
+"""``python -m patches``: apply the patches to a tree, export them as commits, or tell what has become of them."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from patches.engine import apply_patches
+from patches.export import export
+from patches.format import Patch, PatchError, load_patches, select
+from patches.layout import Layout
+from patches.status import judge
+
+
+def main() -> int:
+    """Runs one verb and returns the exit status."""
+    arguments = _parser().parse_args()
+    try:
+        known = load_patches()
+        patches = select(known, arguments.patches) if arguments.patches else known
+        return int(arguments.run(arguments, patches))
+    except (PatchError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m patches", description="The patches of this project to Lightning.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    tree = "a checkout of Lightning, or an unpacked wheel of lightning or pytorch-lightning"
+
+    verb = verbs.add_parser("apply", help="make the edits in a tree", description="Make the edits in a tree.")
+    verb.set_defaults(run=_apply)
+    verb.add_argument("tree", metavar="TREE", type=Path, help=tree)
+    _add_patches(verb)
+
+    about = "Make one commit per patch, on a new branch of a clean git checkout of Lightning."
+    verb = verbs.add_parser("export", help="make one commit per patch in a git checkout", description=about)
+    verb.set_defaults(run=_export)
+    verb.add_argument("--branch", metavar="NAME", default="io-patches", help="the branch to create [%(default)s]")
+    verb.add_argument("--out", metavar="DIR", type=Path, help="a new folder for the commits as files (for git am)")
+    verb.add_argument("checkout", metavar="CHECKOUT", type=Path, help="the top folder of a git clone of Lightning")
+    _add_patches(verb)
+
+    about = "Tell for each patch whether it applies, has landed or is broken. Fails unless all apply."
+    verb = verbs.add_parser("status", help="tell which patches apply, have landed or are broken", description=about)
+    verb.set_defaults(run=_status)
+    verb.add_argument("tree", metavar="TREE", type=Path, help=tree)
+    _add_patches(verb)
+    return parser
+
+
+def _add_patches(verb: argparse.ArgumentParser) -> None:
+    text = "a patch, which brings those that it requires [default: all]"
+    verb.add_argument("patches", metavar="PATCH", nargs="*", help=text)
+
+
+def _apply(arguments: argparse.Namespace, patches: list[Patch]) -> int:
+    for path, names in sorted(apply_patches(arguments.tree, patches).items()):
+        print(f"{path.relative_to(arguments.tree).as_posix()}: {', '.join(names)}")
+    return 0
+
+
+def _export(arguments: argparse.Namespace, patches: list[Patch]) -> int:
+    export(arguments.checkout, patches, arguments.branch, arguments.out)
+    print(f"{arguments.checkout} is on the new branch {arguments.branch!r}; patches, one commit each: {len(patches)}")
+    if arguments.out is not None:
+        print(f"{arguments.out} holds them as files for git am")
+    return 0
+
+
+def _status(arguments: argparse.Namespace, patches: list[Patch]) -> int:
+    layout = Layout(arguments.tree)
+    result = {patch.name: judge(layout, patch) for patch in patches}
+    for name, (state, reason) in result.items():
+        print(f"{name}: {state}{': ' if reason else ''}{reason}")
+    return 0 if all(status.state == "applies" for status in result.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

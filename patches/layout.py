@@ -1,0 +1,40 @@
+"""Where the files of Lightning are in the different kinds of trees that hold it."""
+
+from pathlib import Path
+
+from patches.format import REPOSITORY, Patch, PatchError, rename
+
+
+class Layout:
+    """Where a tree keeps the packages, and under which names.
+
+    Args:
+        tree: A checkout of Lightning (``src/lightning/``), or an unpacked wheel of either distribution.
+
+    """
+
+    def __init__(self, tree: Path) -> None:
+        # In this order: a checkout also has the folders src/lightning_fabric and src/pytorch_lightning.
+        for name in ("lightning/fabric", "lightning_fabric"):
+            for prefix in (tree / "src", tree):
+                if (prefix / name).is_dir():
+                    self.prefix, self.renamed = prefix, name == "lightning_fabric"
+                    return
+        raise PatchError(f"{tree} is neither a checkout of Lightning nor an unpacked wheel: it has no lightning/fabric")
+
+    def text(self, text: str) -> str:
+        """``text`` with the imports and paths that this tree has."""
+        return rename(text) if self.renamed else text
+
+    def path(self, file: str) -> Path:
+        """Where this tree has ``file``, which is named as in the ``lightning`` distribution."""
+        return self.prefix / self.text(file)
+
+    def added(self, patch: Patch) -> dict[Path, bytes]:
+        """The modules that ``patch`` brings along: where they go, and their content."""
+        added = {}
+        for name in (name for name in patch.adds if name.startswith("src/")):
+            if not (REPOSITORY / name).is_file():
+                raise PatchError(f"patch {patch.name!r} adds {name!r}, which does not exist")
+            added[self.path(name[len("src/") :])] = self.text((REPOSITORY / name).read_text("utf-8")).encode()
+        return added
