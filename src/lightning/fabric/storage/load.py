@@ -1,0 +1,32 @@
+"""Loads one file."""
+
+import os
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from lightning.fabric.storage.location import locate
+from lightning.fabric.storage.transport import open_reader
+
+_Path = str | os.PathLike[str]
+
+
+def load_file(path: _Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    """Loads with :func:`torch.load` what is at ``path``, a local path or a URL of any fsspec protocol.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+    """
+    with open_reader(locate(path)) as file:
+        return torch.load(file, map_location=map_location, weights_only=weights_only)
+
+
+def archive(path: _Path) -> str | IO[bytes]:
+    """What :class:`torch.PyTorchFileReader` reads the checkpoint at ``path`` from, record by record.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+    """
+    location = locate(path)
+    return str(location) if isinstance(location, Path) else open_reader(location)

@@ -1,0 +1,178 @@
+"""Where a checkpoint is: a :class:`~pathlib.Path` on this machine, or the string URL of a place in a store.
+
+A URL never becomes a ``Path``: that would turn ``s3://bucket/x`` into a local folder called ``s3:``.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from fsspec import AbstractFileSystem, available_protocols
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import get_protocol
+
+Location = Path | str
+
+#: What may stand in a URL in clear text and must not reach a log: a password, and the signature of a signed URL.
+_SECRETS = (
+    (re.compile(r"(?<=://)([^/@\s:]*):[^/@\s]+@"), r"\1:***@"),
+    (re.compile(r"([?&](?:sig|token|signature|x-amz-[\w-]+|awsaccesskeyid)=)[^&\s'\"]+", re.IGNORECASE), r"\1***"),
+)
+
+
+def locate(path: str | os.PathLike[str]) -> Location:
+    """Tells a local path from a URL.
+
+    ``file://`` URLs are local paths. A ``Path`` that was made from a URL of a protocol known to fsspec, and lost a
+    slash by that, is taken for the URL.
+
+    Returns:
+        A ``Path``, or a URL that fsspec understands.
+    """
+    text = os.fspath(path)
+    if isinstance(path, Path):
+        mangled = re.match(r"(\w[\w.+-]+):[/\\](?![/\\])", text)
+        if mangled is not None and mangled[1] in available_protocols():
+            text = f"{mangled[1]}://{Path(text[mangled.end() :]).as_posix()}"
+    if get_protocol(text) in LocalFileSystem.protocol:
+        return Path(LocalFileSystem._strip_protocol(text) if "://" in text else os.path.expanduser(text))
+    return text
+
+
+def display(location: Location) -> str:
+    """``location`` for messages: passwords and signatures are hidden."""
+    text = str(location)
+    for pattern, hidden in _SECRETS:
+        text = pattern.sub(hidden, text)
+    return text
+
+
+def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
+    """The fsspec file system of ``url``, and the path of ``url`` in it.
+
+    Other processes write to the store as well, so what the file system remembers about that path is forgotten.
+    """
+    fs, path = url_to_fs(url)
+    for stale in (path, fs._parent(path)):
+        fs.invalidate_cache(stale)
+    return fs, path
+
+
+def is_object_store(fs: AbstractFileSystem) -> bool:
+    """Whether the file system stores a whole object with one call of ``pipe_file``, which is atomic.
+
+    That is so when it brings a ``pipe_file`` of its own; the inherited one opens a file and writes into it. On such a
+    store, folders are no more than a part of names.
+    """
+    from fsspec.asyn import AsyncFileSystem
+
+    wrapped = getattr(fs, "fs", None)  # a DirFileSystem is what it wraps
+    if isinstance(wrapped, AbstractFileSystem):
+        return is_object_store(wrapped)
+    if isinstance(fs, AsyncFileSystem):
+        return type(fs)._pipe_file is not AsyncFileSystem._pipe_file
+    return type(fs).pipe_file is not AbstractFileSystem.pipe_file
+
+
+def join(location: Location, name: str) -> Location:
+    """The place called ``name`` in the folder ``location``."""
+    return location / name if isinstance(location, Path) else f"{location.rstrip('/')}/{name}"
+
+
+def is_file(location: Location) -> bool:
+    """Whether there is a file (an object) of exactly that name.
+
+    Raises:
+        OSError: The store did not answer the question, for example because access is denied.
+    """
+    if isinstance(location, Path):
+        return location.is_file()
+    fs, path = filesystem(location)
+    return _kind(fs, path) == "file"
+
+
+def exists(location: Location) -> bool:
+    """Whether there is a file, or a folder with something in it, of exactly that name."""
+    if isinstance(location, Path):
+        return location.exists()
+    fs, path = filesystem(location)
+    return _kind(fs, path) != "nothing"
+
+
+def is_folder(location: Location) -> bool:
+    """Whether there is a folder that keeps a file of that name from being written.
+
+    On an object store that is never so, where ``last.ckpt`` and ``last.ckpt/meta.pt`` exist side by side.
+    """
+    if isinstance(location, Path):
+        return location.is_dir()
+    fs, path = filesystem(location)
+    return not is_object_store(fs) and _kind(fs, path) == "directory"
+
+
+def make_folder(location: Location) -> None:
+    """Makes the folder and its parents. On an object store there is nothing to do."""
+    if isinstance(location, Path):
+        location.mkdir(parents=True, exist_ok=True)
+        return
+    fs, path = filesystem(location)
+    if not is_object_store(fs):
+        fs.makedirs(path, exist_ok=True)
+
+
+def remove(location: Location) -> None:
+    """Removes a file, or a folder with all that is in it; characters such as ``*`` in names have no meaning.
+
+    The marks of a complete sharded checkpoint go first, so that what is left when this is interrupted is not taken
+    for a checkpoint. It is no error if there is nothing.
+    """
+    if isinstance(location, Path):
+        if location.is_dir() and not location.is_symlink():
+            shutil.rmtree(location)
+        else:
+            location.unlink(missing_ok=True)
+        return
+    remove_file(location)
+    remove_folder(location)
+
+
+def remove_file(url: str) -> None:
+    """Removes the file of exactly that name from a store, if there is one."""
+    fs, path = filesystem(url)
+    if _kind(fs, path) == "file":
+        fs.rm_file(path)
+
+
+def list_files(url: str) -> list[str]:
+    """The names of the files right inside a folder of a store."""
+    fs, path = filesystem(url)
+    try:
+        entries = fs.ls(path, detail=True)
+    except FileNotFoundError:
+        return []
+    return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "file"]
+
+
+def remove_folder(location: str) -> None:
+    """As :func:`remove`, but a file of that name beside the folder stays."""
+    fs, path = filesystem(location)
+    inside = path.rstrip("/") + "/"
+    marks = (inside + ".metadata", inside + "meta.pt")
+    found: dict[str, Any] = fs.find(path, withdirs=True, detail=True)
+    entries = {name: info["type"] for name, info in found.items() if name.startswith(inside)}
+    files = [name for name, kind in entries.items() if kind == "file"]
+    for name in sorted(files, key=lambda name: (name not in marks, name)):
+        fs.rm_file(name)
+    if not is_object_store(fs) and _kind(fs, path) == "directory":
+        for name in sorted({path, *(entries.keys() - files)}, reverse=True):  # what is deeper goes first
+            fs.rmdir(name)
+
+
+def _kind(fs: AbstractFileSystem, path: str) -> str:
+    try:
+        return str(fs.info(path)["type"])
+    except FileNotFoundError:
+        return "nothing"

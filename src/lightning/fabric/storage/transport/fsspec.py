@@ -1,0 +1,139 @@
+"""Any fsspec file system."""
+
+import inspect
+import io
+import logging
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, cast
+
+from fsspec import AbstractFileSystem
+
+from lightning.fabric.storage.location import display, filesystem, is_object_store
+from lightning.fabric.storage.transport.sink import Sink
+
+log = logging.getLogger(__name__)
+
+_MIB = 2**20
+#: S3 and GCS allow 10,000 parts of an object. With 9,000 planned, no rounding comes near that.
+_PLANNED_PARTS = 9_000
+#: s3fs's and gcsfs's own default. Smaller parts mean more requests, larger ones more memory in flight.
+_SMALLEST_PART = 50 * _MIB
+#: adlfs uploads with the blocks of 4 MiB that the Azure client is set to, and a blob has at most 50,000 of them.
+_AZURE_PIPE_LIMIT = 45_000 * 4 * _MIB
+
+
+def part_size(size: int) -> int:
+    """The size of the parts, in bytes and a multiple of 1 MiB, in which an object of ``size`` bytes is uploaded.
+
+    Any object that S3 and GCS can hold (5 TiB) stays under their limit of 10,000 parts, and each part under 5 GiB.
+    """
+    return max(_SMALLEST_PART, -(-size // (_PLANNED_PARTS * _MIB)) * _MIB)
+
+
+@contextmanager
+def open_writer(url: str, streaming: bool) -> Iterator[Sink]:
+    """See :func:`lightning.fabric.storage.transport.open_writer`."""
+    fs, path = filesystem(url)
+    if not is_object_store(fs):
+        fs.makedirs(fs._parent(path), exist_ok=True)
+        temporary = f"{path}.{secrets.token_hex(6)}.tmp"
+        try:
+            with fs.open(temporary, "wb") as file:
+                yield Sink(file, copies=True)
+            _replace(fs, temporary, path)
+        except BaseException:
+            _clean_up(fs, temporary)
+            raise
+    elif streaming and _clients(fs) & {"s3fs", "gcsfs", "adlfs"}:  # others cannot take back what a stream has written
+        with _stream(fs, path, _SMALLEST_PART) as file:
+            yield Sink(file)
+    else:
+        buffer = io.BytesIO()
+        yield Sink(buffer)
+        _pipe(fs, path, buffer.getvalue())  # getvalue() shares the memory, it does not copy
+
+
+def open_reader(url: str) -> IO[bytes]:
+    """See :func:`lightning.fabric.storage.transport.open_reader`."""
+    fs, path = filesystem(url)
+    try:
+        return cast(IO[bytes], fs.open(path, "rb"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"There is no file {display(url)}") from error
+
+
+def _pipe(fs: AbstractFileSystem, path: str, data: bytes) -> None:
+    """Stores ``data`` with as many parts at a time as the file system sees fit."""
+    size = part_size(len(data))
+    pipe_file = getattr(fs, "_pipe_file", fs.pipe_file)
+    if "chunksize" in inspect.signature(pipe_file).parameters:
+        fs.pipe_file(path, data, chunksize=size)
+    elif "adlfs" in _clients(fs) and len(data) > _AZURE_PIPE_LIMIT:
+        with _stream(fs, path, size) as file:
+            file.write(data)
+    else:
+        fs.pipe_file(path, data)
+
+
+@contextmanager
+def _stream(fs: AbstractFileSystem, path: str, part: int) -> Iterator[Any]:
+    """A file that sends parts of ``part`` bytes as they fill up, and is given up if the body raises.
+
+    Used as a context manager itself, an fsspec file completes the upload then: it commits a truncated object.
+    """
+    file = fs.open(path, "wb", block_size=part)
+    try:
+        yield file
+        file.close()
+    except BaseException:
+        file.closed = True  # or its finalizer completes the upload
+        try:
+            file.discard()
+        except Exception as error:
+            log.warning(
+                f"Could not abort the unfinished upload of {path!r} ({type(error).__name__}: {display(str(error))})."
+                " Nothing is visible under that name, but the store may keep and bill the parts uploaded so far until"
+                " a lifecycle rule of the bucket removes them."
+            )
+        raise
+
+
+def _clients(fs: AbstractFileSystem) -> set[str]:
+    """The packages that the file system's class and its bases come from."""
+    return {base.__module__.partition(".")[0] for base in type(fs).__mro__}
+
+
+def _replace(fs: AbstractFileSystem, temporary: str, path: str) -> None:
+    """Renames ``temporary`` to ``path``, over an existing file also where the file system refuses that.
+
+    Where it does (WebHDFS even without an error), the old file is set aside under another name until the new one has
+    taken its place, so that no moment lacks a complete file.
+    """
+    existed = fs.exists(path)
+    try:
+        fs.mv(temporary, path)
+    except OSError:
+        if not existed:
+            raise
+    if not fs.exists(temporary):
+        return
+    aside = f"{path}.{secrets.token_hex(6)}.old"
+    fs.mv(path, aside)
+    try:
+        fs.mv(temporary, path)
+    except BaseException:
+        fs.mv(aside, path)
+        raise
+    fs.rm_file(aside)
+
+
+def _clean_up(fs: AbstractFileSystem, temporary: str) -> None:
+    try:
+        if fs.exists(temporary):
+            fs.rm_file(temporary)
+    except Exception as error:
+        log.warning(
+            f"Could not remove the unfinished file {temporary!r} ({type(error).__name__}: {display(str(error))})."
+        )

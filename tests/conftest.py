@@ -1,0 +1,43 @@
+import io
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import s3fs
+
+from tests.servers import Bucket, Server, s3_server
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Unpack the released wheel of a distribution, named as for PACKAGE_NAME; once, so nobody may change it."""
+    # not at the top: this file goes with the patches into Lightning's own repository, where there is no build of ours
+    distribution = pytest.importorskip("build_backend.distribution")
+    upstream = pytest.importorskip("build_backend.upstream")
+    trees: dict[str, Path] = {}
+
+    def unpack(name: str) -> Path:
+        if name not in trees:
+            trees[name] = tmp_path_factory.mktemp(name)
+            with zipfile.ZipFile(io.BytesIO(upstream.read_pristine_wheel(distribution.PACKAGE_NAMES[name]))) as archive:
+                archive.extractall(trees[name])
+        return trees[name]
+
+    return unpack
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    with s3_server() as running:
+        yield running
+
+
+@pytest.fixture
+def bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """An empty S3 bucket, which this process and its children reach without further options."""
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield Bucket(server)
+    s3fs.S3FileSystem.clear_instance_cache()

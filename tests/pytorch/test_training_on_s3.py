@@ -1,0 +1,124 @@
+import importlib
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.servers import Bucket
+
+PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
+
+
+def make_model(pl: Any) -> Any:
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return (self.layer(batch) - 10).pow(2).mean()
+
+        def validation_step(self, batch: torch.Tensor) -> None:
+            self.log("val_loss", (self.layer(batch) - 10).pow(2).mean())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4)
+
+        val_dataloader = train_dataloader
+
+    torch.manual_seed(1)
+    return Model()
+
+
+def make_trainer(pl: Any, url: str, **options: Any) -> Any:
+    callbacks = importlib.import_module(f"{pl.__name__}.callbacks")
+    checkpoint = callbacks.ModelCheckpoint(
+        dirpath=f"{url}/checkpoints/", filename="sample-model-{epoch:02d}", save_top_k=1, monitor="val_loss"
+    )
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return pl.Trainer(
+        callbacks=[checkpoint], default_root_dir=f"{url}/checkpoints/", accelerator="cpu", devices=1, **quiet, **options
+    )
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_run_keeps_its_best_checkpoint_on_s3_and_goes_on_from_it(
+    name: str, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pl = importlib.import_module(name)
+    monkeypatch.chdir(tmp_path)
+    straight = make_model(pl)
+    trainer = make_trainer(pl, bucket.url, max_epochs=4)
+    trainer.fit(straight)
+    assert bucket.names() == ["checkpoints/sample-model-epoch=03.ckpt"]
+    assert trainer.checkpoint_callback.best_model_path == f"{bucket.url}/checkpoints/sample-model-epoch=03.ckpt"
+
+    bucket.empty()
+    first = make_trainer(pl, bucket.url, max_epochs=2)
+    first.fit(make_model(pl))
+    resumed = make_model(pl)
+    make_trainer(pl, bucket.url, max_epochs=4).fit(resumed, ckpt_path=first.checkpoint_callback.best_model_path)
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
+    loaded = type(resumed).load_from_checkpoint(f"{bucket.url}/checkpoints/sample-model-epoch=03.ckpt")
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), loaded.parameters(), strict=True))
+    assert os.listdir(tmp_path) == []  # no folder called `s3:`
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_denied_save_stops_the_run_with_the_path_and_keeps_the_checkpoint_before(name: str, bucket: Bucket) -> None:
+    pl = importlib.import_module(name)
+    trainer = make_trainer(pl, bucket.url, max_epochs=3)
+    with (
+        bucket.refusing(lambda method, path: 403 if method == "PUT" and "epoch%3D01" in path else None),
+        pytest.raises(PermissionError, match=r"checkpoints/sample-model-epoch=01\.ckpt.*unchanged"),
+    ):
+        trainer.fit(make_model(pl))
+    assert bucket.names() == ["checkpoints/sample-model-epoch=00.ckpt"]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_checkpoint_plugin_of_someone_else_is_called_as_ever(name: str, tmp_path: Path) -> None:
+    pl = importlib.import_module(name)
+    io = importlib.import_module(f"{name}.plugins.io")
+    calls = []
+
+    class Plugin(io.CheckpointIO):
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            calls.append(("save", Path(path).name, storage_options))
+            torch.save(checkpoint, path)
+
+        def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
+            calls.append(("load", Path(path).name, map_location))
+            return torch.load(path, map_location=map_location, weights_only=weights_only)
+
+        def remove_checkpoint(self, path: Any) -> None:
+            calls.append(("remove", Path(path).name))
+            os.remove(path)
+
+    (tmp_path / "checkpoints").mkdir()
+    trainer = make_trainer(pl, str(tmp_path), max_epochs=2, plugins=[Plugin()])
+    trainer.fit(make_model(pl))
+    trainer.validate(make_model(pl), ckpt_path="best", verbose=False)
+    assert calls == [
+        ("save", "sample-model-epoch=00.ckpt", None),
+        ("save", "sample-model-epoch=01.ckpt", None),
+        ("remove", "sample-model-epoch=00.ckpt"),
+        ("load", "sample-model-epoch=01.ckpt", None),
+    ]
+
+
+@pytest.mark.parametrize("name", ["lightning.fabric", "lightning_fabric"])
+def test_the_default_plugin_takes_no_storage_options_and_says_what_to_do(name: str, tmp_path: Path) -> None:
+    plugin = importlib.import_module(f"{name}.plugins").TorchCheckpointIO()
+    with pytest.raises(TypeError, match="Configure the file system through fsspec"):
+        plugin.save_checkpoint({}, tmp_path / "x", storage_options={"anon": True})
+    with pytest.raises(FileNotFoundError, match=r"x\.ckpt"):
+        plugin.load_checkpoint(tmp_path / "x.ckpt")
+    plugin.remove_checkpoint(tmp_path / "x.ckpt")
+    assert inspect.signature(plugin.load_checkpoint).parameters.keys() == {"path", "map_location", "weights_only"}

@@ -1,0 +1,122 @@
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning.fabric.storage import location
+from tests.servers import Bucket
+
+
+@pytest.fixture(autouse=True)
+def _empty_memory() -> None:
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("run/last.ckpt", Path("run/last.ckpt")),
+        (Path("run/last.ckpt"), Path("run/last.ckpt")),
+        ("file:///tmp/x.ckpt", Path("/tmp/x.ckpt")),
+        ("s3://bucket/a b[1]*.ckpt", "s3://bucket/a b[1]*.ckpt"),
+        ("simplecache::s3://bucket/x", "simplecache::s3://bucket/x"),
+        (Path("odd:name/x"), Path("odd:name/x")),
+        ("~/x.ckpt", Path.home() / "x.ckpt"),
+    ],
+)
+def test_local_paths_become_path_and_urls_stay_strings(given: object, expected: object) -> None:
+    assert location.locate(given) == expected
+
+
+@pytest.mark.parametrize("protocol", ["s3", "gs", "abfs", "hdfs", "memory"])
+def test_a_path_made_from_a_url_is_taken_for_the_url(protocol: str) -> None:
+    assert location.locate(Path(f"{protocol}://bucket/run/x.ckpt")) == f"{protocol}://bucket/run/x.ckpt"
+
+
+def test_join_keeps_urls_whole_and_takes_a_trailing_slash() -> None:
+    assert location.join("s3://bucket/run/", "meta.pt") == "s3://bucket/run/meta.pt"
+    assert location.join(Path("run"), "meta.pt") == Path("run/meta.pt")
+
+
+@pytest.mark.parametrize(
+    ("secret", "shown"),
+    [
+        ("sftp://me:hunter2@host/x", "sftp://me:***@host/x"),
+        ("https://host/x?sv=1&sig=hunter2", "https://host/x?sv=1&sig=***"),
+        ("https://host/x?X-Amz-Credential=hunter2&X-Amz-Signature=hunter2", None),
+        ("denied for https://host/x?token=hunter2 (403)", "denied for https://host/x?token=*** (403)"),
+    ],
+)
+def test_no_credential_of_a_url_is_displayed(secret: str, shown: str) -> None:
+    assert "hunter2" not in location.display(secret)
+    assert shown is None or location.display(secret) == shown
+
+
+@pytest.mark.parametrize(
+    ("protocol", "options", "expected"),
+    [
+        ("s3", {}, True),
+        ("gs", {"token": "anon"}, True),
+        ("abfs", {"account_name": "x", "account_key": "eA=="}, True),
+        ("memory", {}, True),
+        ("webhdfs", {"host": "localhost"}, False),
+        ("file", {}, False),
+        ("dir", {"path": "/", "fs": fsspec.filesystem("memory")}, True),
+        ("dir", {"path": "/", "fs": fsspec.filesystem("file")}, False),
+    ],
+)
+def test_object_stores_are_told_by_their_own_pipe_file(protocol: str, options: dict, expected: bool) -> None:
+    fs = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+    assert location.is_object_store(fs) is expected
+
+
+@pytest.mark.parametrize("root", ["memory://folder", "s3", "local"])
+def test_removal_is_literal_and_leaves_neighbours_alone(root: str, bucket: Bucket, tmp_path: Path) -> None:
+    root = {"s3": f"{bucket.url}/run", "local": str(tmp_path)}.get(root, root)
+    fs, path = fsspec.url_to_fs(root)
+    names = [
+        "a[1]*?.ckpt",
+        "a1.ckpt",
+        "a[1]*?.ckpt2",
+        "shards/.metadata",
+        "shards/meta.pt",
+        "shards/sub/x",
+        "shards2/x",
+    ]
+    for name in names:
+        fs.makedirs(f"{path}/{name}".rpartition("/")[0], exist_ok=True)
+        fs.pipe_file(f"{path}/{name}", b"1")
+    location.remove(location.join(location.locate(root), "a[1]*?.ckpt"))
+    location.remove(location.join(location.locate(root), "shards"))
+    location.remove(location.join(location.locate(root), "was-never-there"))
+    fs.invalidate_cache()
+    assert {name[len(path) :].lstrip("/") for name in fs.find(path)} == {"a1.ckpt", "a[1]*?.ckpt2", "shards2/x"}
+
+
+def test_on_an_object_store_a_file_and_a_folder_of_one_name_are_told_apart(bucket: Bucket) -> None:
+    place = f"{bucket.url}/last.ckpt"
+    bucket.put("last.ckpt/meta.pt", b"1")
+    assert location.exists(place)
+    assert not location.is_file(place)
+    assert not location.is_folder(place)  # nothing keeps a file from being written there
+    bucket.put("last.ckpt", b"full")
+    assert location.is_file(place)
+    location.remove_folder(place)
+    assert bucket.names() == ["last.ckpt"]
+
+
+def test_what_another_process_wrote_is_seen_at_once(bucket: Bucket) -> None:
+    place = f"{bucket.url}/run/x.ckpt"
+    bucket.put("run/other", b"1")
+    fsspec.url_to_fs(place)[0].ls(f"{bucket.name}/run")  # fills the listing cache
+    assert not location.is_file(place)
+    bucket.put("run/x.ckpt", b"1")
+    assert location.is_file(place)
+    assert location.list_files(f"{bucket.url}/run") == ["other", "x.ckpt"]
+
+
+def test_a_denied_question_is_an_error_and_not_a_no(bucket: Bucket) -> None:
+    with bucket.refusing(lambda method, path: 403), pytest.raises(PermissionError):
+        location.is_file(f"{bucket.url}/x.ckpt")

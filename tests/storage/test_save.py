@@ -1,0 +1,236 @@
+import gc
+import io
+import os
+import pickle
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning.fabric.storage import transport
+from lightning.fabric.storage.load import archive, load_file
+from lightning.fabric.storage.save import save_file
+from lightning.fabric.storage.transport import fsspec as fsspec_transport
+from lightning.fabric.storage.transport.sink import Sink
+from tests.servers import SECRET, Bucket
+
+
+class TreeFileSystem(LocalFileSystem):
+    """A file system with folders and renames, that is remote as far as anyone can tell."""
+
+    protocol = "tree"
+    refuses_overwriting = ""
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        if self.refuses_overwriting and os.path.exists(path2):
+            if self.refuses_overwriting == "silently":
+                return
+            raise FileExistsError(path2)
+        super().mv(path1, path2, **kwargs)
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return path.removeprefix("tree://") if isinstance(path, str) else path
+
+
+fsspec.register_implementation("tree", TreeFileSystem, clobber=True)
+
+
+@pytest.fixture(params=["local", "memory", "s3", "tree"])
+def url(request: pytest.FixtureRequest, bucket: Bucket, tmp_path: Path) -> str:
+    """A place for a checkpoint, in a folder that is not there yet."""
+    MemoryFileSystem.store.clear()
+    roots = {"local": str(tmp_path), "memory": "memory://", "s3": bucket.url, "tree": f"tree://{tmp_path}"}
+    return f"{roots[request.param]}/new/folder/epoch=1 [best].ckpt"
+
+
+def names_beside(url: str) -> list[str]:
+    fs, path = fsspec.url_to_fs(url)
+    fs.invalidate_cache()
+    folder = path.rpartition("/")[0]
+    return sorted(name.rpartition("/")[2] for name in fs.find(folder))
+
+
+STATE = {"w": torch.arange(100_000, dtype=torch.float32), "step": torch.tensor(3), "text": "x", "empty": torch.empty(0)}
+
+
+def same(left: Any, right: Any) -> bool:
+    return left.keys() == right.keys() and all(
+        torch.equal(v, right[k]) if isinstance(v, torch.Tensor) else v == right[k] for k, v in left.items()
+    )
+
+
+def test_what_is_saved_is_loaded_and_overwritten(url: str) -> None:
+    save_file({"w": torch.zeros(7)}, url)
+    save_file(STATE, url)
+    assert same(load_file(url), STATE)
+    assert names_beside(url) == ["epoch=1 [best].ckpt"]
+
+
+def test_records_can_be_read_one_by_one(url: str) -> None:
+    save_file(STATE, url)
+    reader = torch.PyTorchFileReader(archive(url))
+    assert len(reader.get_record("data/0")) == 400_000
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError("stop"), KeyboardInterrupt()])
+def test_a_write_that_stops_in_the_middle_leaves_the_old_file(url: str, error: BaseException, streaming: bool) -> None:
+    save_file(STATE, url)
+
+    def interrupted() -> None:
+        with transport.open_writer(fsspec_or_path(url), streaming=streaming) as file:
+            file.write(b"x" * (60 * 2**20 if streaming else 1000))
+            raise error
+
+    with pytest.raises(type(error)):
+        interrupted()
+    assert same(load_file(url), STATE)
+    assert names_beside(url) == ["epoch=1 [best].ckpt"]
+
+
+def fsspec_or_path(url: str) -> Any:
+    return url if "://" in url else Path(url)
+
+
+def test_a_stream_that_was_given_up_is_not_completed_by_the_garbage_collector(bucket: Bucket) -> None:
+    def give_up() -> None:
+        with transport.open_writer(f"{bucket.url}/x", streaming=True) as file:
+            file.write(b"x" * 60 * 2**20)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        give_up()
+    gc.collect()
+    assert bucket.names() == []
+    assert bucket.unfinished_uploads() == []
+
+
+def test_an_object_that_cannot_be_pickled_raises_its_own_error(url: str) -> None:
+    save_file(STATE, url)
+    with pytest.raises((AttributeError, pickle.PicklingError, TypeError), match=r"lambda|pickle"):
+        save_file({"f": lambda: 0}, url)
+    assert same(load_file(url), STATE)
+    assert names_beside(url) == ["epoch=1 [best].ckpt"]
+
+
+@pytest.mark.parametrize("status", [403, 500])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_refused_upload_is_an_error_that_names_the_path(bucket: Bucket, status: int, streaming: bool) -> None:
+    bucket.put("run/last.ckpt", b"the old one")
+    with (
+        bucket.refusing(lambda method, path: status if method in ("PUT", "POST") else None),
+        pytest.raises(PermissionError if status == 403 else OSError, match=r"run/last\.ckpt") as raised,
+        transport.open_writer(f"{bucket.url}/run/last.ckpt", streaming=streaming) as file,
+    ):
+        torch.save(STATE, file)
+    assert "What was there before, if anything, is unchanged" in str(raised.value)
+    assert SECRET not in str(raised.value)
+    assert bucket.get("run/last.ckpt") == b"the old one"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_large_file_goes_up_in_parts_and_a_part_that_fails_aborts_it(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    monkeypatch.setattr(fsspec_transport, "_SMALLEST_PART", 5 * 2**20)
+    state = {"w": torch.randn(4 * 2**20)}
+    with transport.open_writer(f"{bucket.url}/x", streaming=streaming) as file:
+        torch.save(state, file)
+    parts = {path.partition("partNumber=")[2][:1] for method, path in bucket.requests if "partNumber=" in path}
+    assert parts == ({"1", "2"} if streaming else {"1", "2", "3", "4"})
+    assert same(load_file(f"{bucket.url}/x"), state)
+
+    with (
+        bucket.refusing(lambda method, path: 403 if "partNumber=2" in path else None),
+        pytest.raises(PermissionError, match=f"{bucket.url}/x"),
+        transport.open_writer(f"{bucket.url}/x", streaming=streaming) as file,
+    ):
+        torch.save({"w": torch.zeros(4 * 2**20)}, file)
+    assert same(load_file(f"{bucket.url}/x"), state)
+    assert bucket.unfinished_uploads() == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 50 * 2**20, 450 * 2**30, 5 * 2**40])
+def test_parts_fit_the_limits_of_the_stores_at_any_size(size: int) -> None:
+    part = fsspec_transport.part_size(size)
+    assert part * 10_000 >= size
+    assert 5 * 2**20 <= part <= 5 * 2**30
+    assert part % 2**18 == 0
+
+
+def test_saving_does_not_use_the_transaction_that_others_share(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any) -> None:
+        raise AssertionError("a transaction diverts the writes of every other user of the file system")
+
+    monkeypatch.setattr(fsspec.transaction.Transaction, "start", refuse)
+    save_file(STATE, url)
+
+
+def test_many_threads_save_at_once(url: str) -> None:
+    urls = [url.replace("epoch=1", f"epoch={i}") for i in range(8)]
+    threads = [threading.Thread(target=save_file, args=({"i": torch.tensor(i)}, u)) for i, u in enumerate(urls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [load_file(u)["i"].item() for u in urls] == list(range(8))
+
+
+@pytest.mark.parametrize("refuses", ["silently", "with an error"])
+def test_a_file_system_that_does_not_rename_over_files_is_served(
+    refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TreeFileSystem, "refuses_overwriting", refuses)
+    save_file({"w": torch.zeros(3)}, f"tree://{tmp_path}/x.ckpt")
+    save_file(STATE, f"tree://{tmp_path}/x.ckpt")
+    assert same(load_file(f"tree://{tmp_path}/x.ckpt"), STATE)
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+def test_a_local_file_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
+    previous = os.umask(0o027)
+    try:
+        save_file(STATE, tmp_path / "x.ckpt")
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE((tmp_path / "x.ckpt").stat().st_mode) == 0o640
+
+
+def test_a_full_disk_is_reported_as_such(tmp_path: Path) -> None:
+    class Full(io.RawIOBase):
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    sink = Sink(Full())
+    with pytest.raises((OSError, RuntimeError)):
+        torch.save(STATE, sink)
+    assert isinstance(sink.error, OSError)
+    assert sink.error.errno == 28
+
+
+def test_a_short_write_is_continued() -> None:
+    class Short(io.BytesIO):
+        def write(self, data: Any) -> int:
+            return super().write(bytes(data)[:1000])
+
+    short, whole = Short(), io.BytesIO()
+    torch.save(STATE, Sink(short))
+    torch.save(STATE, whole)
+    assert short.getvalue() == whole.getvalue()
+
+
+def test_a_missing_file_is_named(url: str) -> None:
+    with pytest.raises(FileNotFoundError, match="best"):
+        load_file(url)
+
+
+def test_the_store_is_asked_for_nothing_that_a_write_does_not_need(bucket: Bucket) -> None:
+    save_file(STATE, f"{bucket.url}/run/x.ckpt")
+    assert [method for method, _ in bucket.requests] == ["PUT"]
