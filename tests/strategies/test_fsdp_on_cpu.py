@@ -1,0 +1,52 @@
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+# A process of its own, since Lightning's launcher sets up a process group in it.
+SCRIPT = """
+import sys, torch
+from {package} import Fabric
+from {package}.strategies import FSDPStrategy
+
+class CPUStrategy(FSDPStrategy):
+    pass
+
+fabric = Fabric(accelerator="cpu", devices=1, strategy=CPUStrategy(state_dict_type="full"))
+fabric.launch()
+module = fabric.setup_module(torch.nn.Linear(4, 4))
+fabric.save(sys.argv[1], {{"model": module}})
+fabric.load(sys.argv[1], {{"model": module}})
+"""
+
+
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+def test_fsdp_saves_and_loads_full_state_on_the_cpu(package: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(package=package))
+    command = [sys.executable, str(script), str(tmp_path / "full.ckpt")]
+    result = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert torch.load(tmp_path / "full.ckpt")["model"]["weight"].shape == (4, 4)
+
+
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+def test_only_fsdp_modules_that_compute_on_an_accelerator_offload_their_state(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    needs_offload = importlib.import_module(f"{package}.utilities.fsdp").needs_offload
+
+    class Part:
+        def __init__(self, device: str) -> None:
+            self.compute_device = torch.device(device)
+
+    for devices, expected in [(["cpu"], False), (["cuda:0"], True), (["cpu", "cuda:0"], True), ([], False)]:
+        parts = [Part(device) for device in devices]
+        monkeypatch.setattr(FullyShardedDataParallel, "fsdp_modules", staticmethod(lambda module, parts=parts: parts))
+        assert needs_offload(torch.nn.Linear(1, 1)) is expected
