@@ -1,0 +1,187 @@
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.servers import Bucket
+
+WORKER = Path(__file__).with_name("worker.py")
+Ranks = list[dict[str, Any]]
+
+
+class Runs:
+    """Runs of ``worker.py``, each in a folder of its own that is its working directory too."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.count = itertools.count()
+
+    def start(self, env: dict[str, str], **case: Any) -> tuple[Path, subprocess.CompletedProcess[str]]:
+        folder = self.root / f"run-{next(self.count)}"
+        folder.mkdir()
+        (folder / "case.json").write_text(json.dumps(case))
+        command = [sys.executable, str(WORKER), str(folder)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        return folder, subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+
+    def train(self, env: dict[str, str] | None = None, **case: Any) -> Ranks:
+        """The end states of both ranks, after the checks that hold for every run that succeeds."""
+        folder, result = self.start(env or {}, **case)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert sorted(os.listdir(folder)) == ["case.json", "rank-0.pt", "rank-1.pt"]  # and no folder called `s3:`
+        return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
+
+
+def differences(left: Any, right: Any, where: str = "") -> list[str]:
+    """Where two states are not the same bit for bit; DCP gives a tuple back as a list."""
+    sequences = isinstance(left, (list, tuple)) and isinstance(right, (list, tuple))
+    if type(left) is not type(right) and not sequences:
+        return [where]
+    if isinstance(left, torch.Tensor):
+        return [] if torch.equal(left, right) else [where]
+    if isinstance(left, dict):
+        if left.keys() != right.keys():
+            return [f"{where}: keys"]
+        return [d for key in left for d in differences(left[key], right[key], f"{where}/{key}")]
+    if sequences:
+        if len(left) != len(right):
+            return [f"{where}: length"]
+        return [d for i in range(len(left)) for d in differences(left[i], right[i], f"{where}/{i}")]
+    return [] if left == right else [where]
+
+
+def assert_continued(straight: Ranks, resumed: Ranks) -> None:
+    for one, other in zip(straight, resumed, strict=True):
+        assert (one.pop("batches_seen"), other.pop("batches_seen")) == (8, 4)  # the first epoch was not done again
+        assert one["parameters"]
+        assert one["optimizer"]
+        assert differences(one, other) == []
+
+
+# Both import names see every strategy, both kinds of state and both front ends.
+CASES = [
+    ("fabric", "fsdp", "sharded", "lightning"),
+    ("fabric", "fsdp", "full", "pytorch_lightning"),
+    ("fabric", "model_parallel", "sharded", "pytorch_lightning"),
+    ("fabric", "model_parallel", "full", "lightning"),
+    ("trainer", "fsdp", "sharded", "pytorch_lightning"),
+    ("trainer", "fsdp", "full", "lightning"),
+    ("trainer", "model_parallel", "sharded", "lightning"),
+    ("trainer", "model_parallel", "full", "pytorch_lightning"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("api", "strategy", "kind", "package"), CASES)
+def test_a_run_resumed_from_s3_ends_bit_for_bit_like_one_that_was_not_stopped(
+    runs: Runs, bucket: Bucket, api: str, strategy: str, kind: str, package: str
+) -> None:
+    case = {"api": api, "strategy": strategy, "kind": kind, "package": package, "url": f"{bucket.url}/run", "epochs": 2}
+    straight = runs.train(**case)
+    files = [key for key in bucket.names() if key.startswith("run/epoch=0.ckpt")]
+    if kind == "sharded":
+        shards = [name for name in files if name.endswith(".distcp")]
+        assert len(shards) == 2  # one a rank
+        assert sorted(files) == sorted([*shards, "run/epoch=0.ckpt/.metadata", "run/epoch=0.ckpt/meta.pt"])
+    else:
+        assert files == ["run/epoch=0.ckpt"]
+    assert_continued(straight, runs.train(**case, resume=f"{bucket.url}/run/epoch=0.ckpt"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_local_folders_go_on_working(runs: Runs, tmp_path: Path, kind: str) -> None:
+    url = str(tmp_path / "checkpoints")
+    case = {"api": "trainer", "strategy": "fsdp", "kind": kind, "package": "lightning", "url": url, "epochs": 2}
+    straight = runs.train(**case)
+    assert_continued(straight, runs.train(**case, resume=f"{url}/epoch=0.ckpt"))
+
+
+@pytest.mark.slow
+def test_full_and_sharded_checkpoints_replace_each_other_at_one_path(runs: Runs, bucket: Bucket) -> None:
+    case = {"api": "fabric", "strategy": "fsdp", "package": "lightning", "url": bucket.url}
+    runs.train(**case, kind="full", epochs=1)
+    runs.train(**case, kind="sharded", epochs=1)
+    assert "epoch=0.ckpt" not in bucket.names()
+    assert "epoch=0.ckpt/meta.pt" in bucket.names()
+    straight = runs.train(**case, kind="full", epochs=2)
+    assert bucket.names() == ["epoch=0.ckpt", "epoch=1.ckpt"]
+    assert_continued(straight, runs.train(**case, kind="sharded", epochs=2, resume=f"{bucket.url}/epoch=0.ckpt"))
+
+
+@pytest.mark.slow
+def test_a_refused_shard_fails_the_save_on_every_rank_and_leaves_the_old_checkpoint(runs: Runs, bucket: Bucket) -> None:
+    case = {"api": "fabric", "strategy": "fsdp", "kind": "sharded", "package": "lightning", "url": bucket.url}
+    straight = runs.train(**case, epochs=2)
+    before = bucket.names()
+
+    with bucket.refusing(lambda method, path: 403 if method == "PUT" and "__1_0.distcp" in path else None):
+        folder, result = runs.start({}, **case, epochs=1)
+    assert result.returncode != 0
+    told = f"Could not save the sharded checkpoint {bucket.url}/epoch=0.ckpt: rank 1: PermissionError: Could not write"
+    assert told in result.stderr
+    assert not (folder / "rank-0.pt").exists()
+    assert set(before) <= set(bucket.names())
+    assert_continued(straight, runs.train(**case, epochs=2, resume=f"{bucket.url}/epoch=0.ckpt"))
+    assert len([key for key in bucket.names() if key.startswith("epoch=1.ckpt/")]) == 4  # shards of dead saves go
+
+
+@pytest.mark.slow
+def test_stock_pytorch_reads_our_shards_and_we_read_those_of_stock_lightning(
+    runs: Runs, bucket: Bucket, tmp_path: Path, pristine: Callable[[str], Path]
+) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    local = tmp_path / "stock"
+    case = {"api": "fabric", "strategy": "model_parallel", "kind": "sharded", "package": "lightning", "epochs": 2}
+    straight = runs.train({"PYTHONPATH": str(pristine("lightning"))}, **case, url=str(local))
+    for path in (local / "epoch=0.ckpt").iterdir():
+        bucket.put(f"epoch=0.ckpt/{path.name}", path.read_bytes())
+    resumed = runs.train(**case, url=bucket.url, resume=f"{bucket.url}/epoch=0.ckpt")
+    assert_continued(straight, resumed)
+
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for key in bucket.names():
+        if key.startswith("epoch=1.ckpt/"):
+            (copy / key.rpartition("/")[2]).write_bytes(bucket.get(key))
+    dcp_to_torch_save(copy, tmp_path / "full.pt")
+    ours = torch.load(tmp_path / "full.pt")
+    whole = {name: torch.cat([rank["parameters"][name] for rank in resumed]) for name in resumed[0]["parameters"]}
+    assert differences(dict(ours["model"]), whole) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "model_parallel"])
+def test_stock_lightning_does_none_of_this(
+    runs: Runs, bucket: Bucket, pristine: Callable[[str], Path], strategy: str
+) -> None:
+    """So the tests above would fail on it: FSDP refuses the CPU, and model parallelism fills a local folder."""
+    case = {
+        "api": "trainer",
+        "strategy": strategy,
+        "kind": "sharded",
+        "package": "lightning",
+        "url": bucket.url,
+        "epochs": 1,
+    }
+    folder, result = runs.start({"PYTHONPATH": str(pristine("lightning"))}, **case)
+    assert bucket.names() == []
+    if strategy == "fsdp":
+        assert result.returncode != 0
+    else:
+        assert "s3:" in os.listdir(folder)
