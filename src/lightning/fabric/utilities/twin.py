@@ -1,0 +1,26 @@
+"""``lightning`` and ``pytorch-lightning`` hold the same code under two names, and are installed separately."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+
+
+def warn_about_stock_twin() -> None:
+    """Warns, on rank zero, if this distribution is a build of ours and the other one is installed but is not."""
+    names = ["lightning", "pytorch-lightning"]
+    mine, twin = names if __name__.partition(".")[0] == "lightning" else reversed(names)
+    if _is_ours(mine) and _is_ours(twin) is False:
+        rank_zero_warn(
+            f"`{mine}` is {version(mine)}, which saves to object stores safely and quickly, but `{twin}` is stock"
+            f" {version(twin)}: what imports that one gets none of it. Install both from a checkout of the fork:"
+            " `PACKAGE_NAME=pytorch pip install . && pip install .`",
+            category=UserWarning,
+        )
+
+
+def _is_ours(distribution: str) -> "bool | None":
+    """None if it is not installed."""
+    try:
+        return "+io." in version(distribution)
+    except PackageNotFoundError:
+        return None
