@@ -1,0 +1,64 @@
+# `make demo` and `make test` each work as the first command in a fresh clone; they need python3 (3.10 or newer, with
+# venv), make and git. Everything is installed into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WHEELS := build/wheels
+
+# A stamp's name holds a checksum of what the step depends on: a second run takes no time, whatever a checkout did to
+# the files' times, and an interrupted step, which leaves no stamp, is done again.
+checksum = $(firstword $(shell find $(1) -type f ! -name '*.pyc' | LC_ALL=C sort | xargs cksum | cksum))
+TOOLS_STAMP := $(VENV)/tools-$(call checksum,requirements)
+FORK_STAMP := $(VENV)/fork-$(call checksum,requirements src patches build_backend setup.py NOTICE)
+
+# Lightning is a package that is installed, and so are our modules inside it: mypy finds them by name.
+OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' | LC_ALL=C sort)
+
+.PHONY: setup test lint demo dev clean
+.DELETE_ON_ERROR:
+
+setup: $(FORK_STAMP)
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p build_backend -p patches -m setup $(addprefix -m ,$(OUR_MODULES))
+
+demo: setup
+	$(BIN)/python demo/run.py
+
+# Both distributions in .venv from linked sources, until a change of the sources makes `make setup` install wheels again.
+dev: setup
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	PACKAGE_NAME=pytorch $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo \
+	  "$(PYTHON) is missing or older than Python 3.10: install a newer one, or name it: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo \
+	  "$(PYTHON) cannot make virtual environments: install its venv module (on Debian and Ubuntu: python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	touch $@
+
+$(TOOLS_STAMP): $(VENV)/created
+	$(BIN)/python -m pip install --quiet --requirement requirements/test.txt
+	rm -f $(VENV)/tools-*
+	touch $@
+
+# Both wheels in one command, for lightning requires pytorch-lightning: pip would take stock from the index otherwise.
+# Uninstalled first, for pip keeps an installed wheel of the same version.
+$(FORK_STAMP): $(TOOLS_STAMP)
+	rm -rf $(WHEELS) $(VENV)/fork-*
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(WHEELS) .
+	PACKAGE_NAME=pytorch $(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(WHEELS) .
+	$(BIN)/python -m pip uninstall --quiet --yes lightning pytorch-lightning
+	$(BIN)/python -m pip install --quiet $(WHEELS)/*.whl
+	touch $@
