@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import s3fs
+from fsspec.implementations.ftp import FTPFileSystem
 
-from tests.servers import Bucket, Server, s3_server
+from tests.servers import Bucket, Server, ftp_server, s3_server
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +42,13 @@ def bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     s3fs.S3FileSystem.clear_instance_cache()
     yield Bucket(server)
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def ftp(tmp_path: Path) -> Iterator[str]:
+    """The URL of an FTP server: a real file system with folders and renames, which is not this machine's."""
+    root = tmp_path / "ftp"
+    root.mkdir()
+    with ftp_server(root) as url:
+        yield url
+    FTPFileSystem.clear_instance_cache()

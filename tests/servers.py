@@ -1,4 +1,4 @@
-"""An S3 server for the tests: moto, with a proxy before it that can refuse requests."""
+"""Servers for the tests: S3 (moto, with a proxy before it that can refuse requests) and FTP."""
 
 import logging
 import threading
@@ -8,10 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import boto3
 from moto.server import ThreadedMotoServer
+from pyftpdlib.authorizers import DummyAuthorizer
+from pyftpdlib.handlers import FTPHandler
+from pyftpdlib.servers import FTPServer
 
 SECRET = "correct-horse-battery-staple"
 Rule = Callable[[str, str], int | None]
@@ -159,3 +163,20 @@ def s3_server() -> Iterator[Server]:
         proxy.server_close()
         thread.join()
         moto.stop()
+
+
+@contextmanager
+def ftp_server(root: Path) -> Iterator[str]:
+    """Serves ``root`` on a free port of the loopback interface, and gives the URL."""
+    logging.getLogger("pyftpdlib").setLevel(logging.ERROR)
+    authorizer = DummyAuthorizer()
+    authorizer.add_user("user", SECRET, str(root), perm="elradfmwMT")
+    handler = type("Handler", (FTPHandler,), {"authorizer": authorizer})
+    running = FTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=running.serve_forever, kwargs={"timeout": 0.05, "handle_exit": False}, daemon=True)
+    thread.start()
+    try:
+        yield f"ftp://user:{SECRET}@127.0.0.1:{running.address[1]}"
+    finally:
+        running.ioloop.call_later(0, running.close_all)
+        thread.join(timeout=5)

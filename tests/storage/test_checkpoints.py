@@ -2,11 +2,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning.fabric.storage import checkpoints
 from lightning.fabric.storage.location import locate
 from lightning.fabric.storage.save import save_file
 from tests.servers import Bucket
+from tests.storage import tree  # noqa: F401  # registers the protocol
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/x.ckpt", Path("s3://bucket/x.ckpt")])
@@ -17,9 +19,12 @@ def test_an_older_torch_gets_one_clear_message_for_a_url(path: str | Path, monke
     assert checkpoints.locate_checkpoint("run/x.ckpt") == Path("run/x.ckpt")
 
 
-@pytest.fixture(params=["local", "s3"])
-def place(request: pytest.FixtureRequest, bucket: Bucket, tmp_path: Path) -> Path | str:
-    return locate(tmp_path / "x.ckpt" if request.param == "local" else f"{bucket.url}/x.ckpt")
+@pytest.fixture(params=["local", "s3", "memory", "tree", "ftp"])
+def place(request: pytest.FixtureRequest, bucket: Bucket, ftp: str, tmp_path: Path) -> Path | str:
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    roots = {"local": tmp_path, "s3": bucket.url, "memory": "memory://run", "tree": f"tree://{tmp_path}", "ftp": ftp}
+    return locate(f"{roots[request.param]}/x.ckpt")
 
 
 def make_shards(place: Path | str) -> None:
@@ -57,3 +62,9 @@ def test_a_rank_that_does_not_save_leaves_the_shards_to_the_one_that_does(place:
     with checkpoints.replacing_shards(place, on_this_rank=False):
         pass
     assert checkpoints.is_sharded_checkpoint(place)
+
+
+def test_a_folder_that_is_no_checkpoint_is_in_the_way_only_where_names_are_not_shared(place: Path | str) -> None:
+    save_file("mine", checkpoints.join(place, "notes.pt"))
+    assert checkpoints.is_folder(place) is not str(place).startswith("s3:")
+    assert not checkpoints.is_sharded_checkpoint(place)

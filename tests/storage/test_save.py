@@ -10,7 +10,6 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning.fabric.storage import transport
@@ -19,34 +18,14 @@ from lightning.fabric.storage.save import save_file
 from lightning.fabric.storage.transport import fsspec as fsspec_transport
 from lightning.fabric.storage.transport.sink import Sink
 from tests.servers import SECRET, Bucket
+from tests.storage.tree import TreeFileSystem
 
 
-class TreeFileSystem(LocalFileSystem):
-    """A file system with folders and renames, that is remote as far as anyone can tell."""
-
-    protocol = "tree"
-    refuses_overwriting = ""
-
-    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
-        if self.refuses_overwriting and os.path.exists(path2):
-            if self.refuses_overwriting == "silently":
-                return
-            raise FileExistsError(path2)
-        super().mv(path1, path2, **kwargs)
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        return path.removeprefix("tree://") if isinstance(path, str) else path
-
-
-fsspec.register_implementation("tree", TreeFileSystem, clobber=True)
-
-
-@pytest.fixture(params=["local", "memory", "s3", "tree"])
-def url(request: pytest.FixtureRequest, bucket: Bucket, tmp_path: Path) -> str:
+@pytest.fixture(params=["local", "memory", "s3", "tree", "ftp"])
+def url(request: pytest.FixtureRequest, bucket: Bucket, ftp: str, tmp_path: Path) -> str:
     """A place for a checkpoint, in a folder that is not there yet."""
     MemoryFileSystem.store.clear()
-    roots = {"local": str(tmp_path), "memory": "memory://", "s3": bucket.url, "tree": f"tree://{tmp_path}"}
+    roots = {"local": str(tmp_path), "memory": "memory://", "s3": bucket.url, "tree": f"tree://{tmp_path}", "ftp": ftp}
     return f"{roots[request.param]}/new/folder/epoch=1 [best].ckpt"
 
 
@@ -165,6 +144,21 @@ def test_parts_fit_the_limits_of_the_stores_at_any_size(size: int) -> None:
     assert part % 2**18 == 0
 
 
+def test_the_parts_of_a_stream_grow_so_that_their_number_stays_within_the_limits_too() -> None:
+    position = parts = 0
+    while position < 5 * 2**40:
+        size = fsspec_transport.streamed_part_size(position)
+        assert size <= 5 * 2**30
+        position, parts = position + size, parts + 1
+    assert parts < 10_000
+    assert fsspec_transport.streamed_part_size(50 * 2**30) == 50 * 2**20  # most shards have small parts throughout
+
+
+def test_a_protocol_that_nobody_knows_is_named_by_fsspecs_own_error() -> None:
+    with pytest.raises(ValueError, match="Protocol not known: nope"):
+        save_file(STATE, "nope://bucket/x.ckpt")
+
+
 def test_saving_does_not_use_the_transaction_that_others_share(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Any) -> None:
         raise AssertionError("a transaction diverts the writes of every other user of the file system")
@@ -174,6 +168,8 @@ def test_saving_does_not_use_the_transaction_that_others_share(url: str, monkeyp
 
 
 def test_many_threads_save_at_once(url: str) -> None:
+    if url.startswith("ftp"):
+        pytest.skip("fsspec's FTP client has one control connection, which threads cannot share")
     urls = [url.replace("epoch=1", f"epoch={i}") for i in range(8)]
     threads = [threading.Thread(target=save_file, args=({"i": torch.tensor(i)}, u)) for i, u in enumerate(urls)]
     for thread in threads:

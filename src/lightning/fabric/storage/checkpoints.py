@@ -7,7 +7,6 @@ there. On an object store a full file and a folder can have the same name: while
 
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,8 @@ from lightning.fabric.storage.location import (
     make_folder,
     remove_file,
     remove_folder,
+    rename_folder,
+    shares_names,
 )
 from lightning.fabric.storage.location import is_folder as is_folder
 from lightning.fabric.storage.save import save_file
@@ -63,12 +64,12 @@ def is_full_checkpoint(location: Location) -> bool:
 
 
 def make_shard_folder(location: Location) -> None:
-    """Prepares for shards; every rank calls it. A local file of that name makes room, as it has to."""
-    if isinstance(location, Path) and location.is_file():
+    """Prepares for shards; every rank calls it. A file of that name makes room, where it has to."""
+    if not shares_names(location) and is_file(location):
         try:
-            location.unlink()
+            remove_file(location)
         except OSError:
-            if location.is_file():  # else another rank was quicker
+            if is_file(location):  # else another rank was quicker
                 raise
     make_folder(location)
 
@@ -123,7 +124,7 @@ def shard_reader(location: Location) -> "StorageReader":
 def save_metadata(metadata: dict[str, Any], location: Location) -> None:
     """Saves what belongs to a sharded checkpoint beside its shards, as the last of it; for one rank."""
     save_file(metadata, join(location, _METADATA_FILENAME))
-    if isinstance(location, str):  # a full file that the folder replaces; locally it had to go before
+    if shares_names(location):  # a full file that the folder replaces; elsewhere it had to go before
         remove_file(location)
 
 
@@ -155,18 +156,18 @@ def replacing_shards(location: Location, on_this_rank: bool = True) -> Iterator[
     """
     if not on_this_rank or not is_sharded_checkpoint(location):
         yield
-    elif isinstance(location, str):
+    elif shares_names(location):
         yield
         remove_folder(location)
     else:
-        aside = location.with_name(f".{location.name}.{secrets.token_hex(6)}.old")
-        location.rename(aside)
+        aside = locate(f"{os.fspath(location).rstrip('/')}.{secrets.token_hex(6)}.old")
+        rename_folder(location, aside)
         try:
             yield
         except BaseException:
-            aside.rename(location)
+            rename_folder(aside, location)
             raise
-        shutil.rmtree(aside)
+        remove_folder(aside)
 
 
 def _failure(verb: str, location: Location, error: BaseException) -> OSError:

@@ -3,15 +3,16 @@
 A URL never becomes a ``Path``: that would turn ``s3://bucket/x`` into a local folder called ``s3:``.
 """
 
+import inspect
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 from fsspec import AbstractFileSystem, available_protocols
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.utils import get_protocol
 
 Location = Path | str
@@ -64,8 +65,7 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
 def is_object_store(fs: AbstractFileSystem) -> bool:
     """Whether the file system stores a whole object with one call of ``pipe_file``, which is atomic.
 
-    That is so when it brings a ``pipe_file`` of its own; the inherited one opens a file and writes into it. On such a
-    store, folders are no more than a part of names.
+    That is so when it brings a ``pipe_file`` of its own; the inherited one opens a file and writes into it.
     """
     from fsspec.asyn import AsyncFileSystem
 
@@ -75,6 +75,15 @@ def is_object_store(fs: AbstractFileSystem) -> bool:
     if isinstance(fs, AsyncFileSystem):
         return type(fs)._pipe_file is not AsyncFileSystem._pipe_file
     return type(fs).pipe_file is not AbstractFileSystem.pipe_file
+
+
+def shares_names(location: Location) -> bool:
+    """Whether a file and a folder can have the same name there.
+
+    So it is on object stores, where folders are no more than a part of names: ``last.ckpt`` and ``last.ckpt/meta.pt``
+    exist side by side.
+    """
+    return isinstance(location, str) and not _has_folders(filesystem(location)[0])
 
 
 def join(location: Location, name: str) -> Location:
@@ -103,14 +112,11 @@ def exists(location: Location) -> bool:
 
 
 def is_folder(location: Location) -> bool:
-    """Whether there is a folder that keeps a file of that name from being written.
-
-    On an object store that is never so, where ``last.ckpt`` and ``last.ckpt/meta.pt`` exist side by side.
-    """
+    """Whether there is a folder that keeps a file of that name from being written: see :func:`shares_names`."""
     if isinstance(location, Path):
         return location.is_dir()
     fs, path = filesystem(location)
-    return not is_object_store(fs) and _kind(fs, path) == "directory"
+    return _has_folders(fs) and _kind(fs, path) == "directory"
 
 
 def make_folder(location: Location) -> None:
@@ -119,8 +125,17 @@ def make_folder(location: Location) -> None:
         location.mkdir(parents=True, exist_ok=True)
         return
     fs, path = filesystem(location)
-    if not is_object_store(fs):
+    if _has_folders(fs):
         fs.makedirs(path, exist_ok=True)
+
+
+def rename_folder(location: Location, target: Location) -> None:
+    """Gives a folder another name, where files and folders do not share names."""
+    if isinstance(location, Path):
+        location.rename(target)
+        return
+    fs, path = filesystem(location)
+    fs.mv(path, filesystem(str(target))[1], recursive=True)
 
 
 def remove(location: Location) -> None:
@@ -129,19 +144,17 @@ def remove(location: Location) -> None:
     The marks of a complete sharded checkpoint go first, so that what is left when this is interrupted is not taken
     for a checkpoint. It is no error if there is nothing.
     """
-    if isinstance(location, Path):
-        if location.is_dir() and not location.is_symlink():
-            shutil.rmtree(location)
-        else:
-            location.unlink(missing_ok=True)
-        return
     remove_file(location)
     remove_folder(location)
 
 
-def remove_file(url: str) -> None:
-    """Removes the file of exactly that name from a store, if there is one."""
-    fs, path = filesystem(url)
+def remove_file(location: Location) -> None:
+    """Removes the file of exactly that name, if there is one."""
+    if isinstance(location, Path):
+        if location.is_symlink() or location.is_file():
+            location.unlink(missing_ok=True)
+        return
+    fs, path = filesystem(location)
     if _kind(fs, path) == "file":
         fs.rm_file(path)
 
@@ -149,30 +162,46 @@ def remove_file(url: str) -> None:
 def list_files(url: str) -> list[str]:
     """The names of the files right inside a folder of a store."""
     fs, path = filesystem(url)
-    try:
-        entries = fs.ls(path, detail=True)
-    except FileNotFoundError:
-        return []
-    return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "file"]
+    inside = path.rstrip("/") + "/"
+    names = (name[len(inside) :] for name in _files_below(fs, path))
+    return sorted(name for name in names if "/" not in name)
 
 
-def remove_folder(location: str) -> None:
+def remove_folder(location: Location) -> None:
     """As :func:`remove`, but a file of that name beside the folder stays."""
+    if isinstance(location, Path):
+        if location.is_dir():
+            shutil.rmtree(location)
+        return
     fs, path = filesystem(location)
     inside = path.rstrip("/") + "/"
     marks = (inside + ".metadata", inside + "meta.pt")
-    found: dict[str, Any] = fs.find(path, withdirs=True, detail=True)
-    entries = {name: info["type"] for name, info in found.items() if name.startswith(inside)}
-    files = [name for name, kind in entries.items() if kind == "file"]
+    files = _files_below(fs, path)
+    folders = set(fs.find(path, withdirs=True)).difference(files) | {path} if _has_folders(fs) else set()
     for name in sorted(files, key=lambda name: (name not in marks, name)):
         fs.rm_file(name)
-    if not is_object_store(fs) and _kind(fs, path) == "directory":
-        for name in sorted({path, *(entries.keys() - files)}, reverse=True):  # what is deeper goes first
+    for name in sorted(folders, reverse=True):  # what is deeper goes first
+        if _kind(fs, name) == "directory":  # some go with their last file
             fs.rmdir(name)
+
+
+def _files_below(fs: AbstractFileSystem, path: str) -> list[str]:
+    """The paths of all files in a folder, also if there is a file of the folder's name."""
+    inside = path.rstrip("/") + "/"
+    if "prefix" in inspect.signature(getattr(fs, "_find", fs.find)).parameters:
+        # adlfs's find(path) stops at the file. What it is asked for here matches the names beside the folder as well
+        found = fs.find(fs._parent(path), prefix=inside.rstrip("/").rpartition("/")[2] + "/")
+    else:
+        found = fs.find(path)
+    return [name for name in found if name.startswith(inside)]
+
+
+def _has_folders(fs: AbstractFileSystem) -> bool:
+    return not is_object_store(fs) or isinstance(fs, MemoryFileSystem)
 
 
 def _kind(fs: AbstractFileSystem, path: str) -> str:
     try:
         return str(fs.info(path)["type"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the latter below a name that is a file
         return "nothing"

@@ -11,8 +11,8 @@ def warn_about_stock_twin() -> None:
     mine, twin = names if __name__.partition(".")[0] == "lightning" else reversed(names)
     if _is_ours(mine) and _is_ours(twin) is False:
         rank_zero_warn(
-            f"`{mine}` is {version(mine)}, which saves to object stores safely and quickly, but `{twin}` is stock"
-            f" {version(twin)}: what imports that one gets none of it. Install both from a checkout of the fork:"
+            f"`{mine}` is {version(mine)}, a build with changed I/O paths, but `{twin}` is stock {version(twin)}: what"
+            f" imports that one gets none of the changes. Install both from the checkout that `{mine}` came from:"
             " `PACKAGE_NAME=pytorch pip install . && pip install .`",
             category=UserWarning,
         )

@@ -37,8 +37,8 @@ def open_writer(location: Location, streaming: bool = False) -> Iterator[IO[byte
                     callers = error
                 raise
     except Exception as error:
-        if error is callers:
-            raise
+        if error is callers or (sink is None and isinstance(error, (ImportError, ValueError))):
+            raise  # an unknown protocol, or a client library that is not installed: fsspec says what to do
         raise _failure(location, (sink and sink.error) or error) from error
 
 
@@ -53,7 +53,7 @@ def open_reader(location: Location) -> IO[bytes]:
 
 def _failure(location: Location, cause: Exception) -> OSError:
     kind: type[OSError] = next((kind for kind in _KINDS if isinstance(cause, kind)), OSError)
-    return kind(
-        f"Could not write {display(location)}: {type(cause).__name__}: {display(str(cause))}."
-        " What was there before, if anything, is unchanged."
-    )
+    reason = display(str(cause)).rstrip(".")
+    if kind is OSError or not reason:
+        reason = f"{type(cause).__name__}: {reason}"
+    return kind(f"Could not write {display(location)}: {reason}. What was there before, if anything, is unchanged.")

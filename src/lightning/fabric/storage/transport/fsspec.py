@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import IO, Any, cast
 
 from fsspec import AbstractFileSystem
+from typing_extensions import override
 
 from lightning.fabric.storage.location import display, filesystem, is_object_store
 from lightning.fabric.storage.transport.sink import Sink
@@ -32,6 +33,14 @@ def part_size(size: int) -> int:
     return max(_SMALLEST_PART, -(-size // (_PLANNED_PARTS * _MIB)) * _MIB)
 
 
+def streamed_part_size(position: int) -> int:
+    """The size of the part that starts at byte ``position`` of an object whose size is known only at its end.
+
+    It starts small and grows with what has been sent, so that 5 TiB fit into 10,000 parts here too.
+    """
+    return part_size(8 * position)
+
+
 @contextmanager
 def open_writer(url: str, streaming: bool) -> Iterator[Sink]:
     """See :func:`lightning.fabric.storage.transport.open_writer`."""
@@ -48,7 +57,7 @@ def open_writer(url: str, streaming: bool) -> Iterator[Sink]:
             raise
     elif streaming and _clients(fs) & {"s3fs", "gcsfs", "adlfs"}:  # others cannot take back what a stream has written
         with _stream(fs, path, _SMALLEST_PART) as file:
-            yield Sink(file)
+            yield _GrowingParts(file)
     else:
         buffer = io.BytesIO()
         yield Sink(buffer)
@@ -75,6 +84,15 @@ def _pipe(fs: AbstractFileSystem, path: str, data: bytes) -> None:
             file.write(data)
     else:
         fs.pipe_file(path, data)
+
+
+class _GrowingParts(Sink):
+    """Sets the size of the next part before each write; an fsspec file sends one as soon as it is full."""
+
+    @override
+    def write(self, data: Any) -> int:
+        self._file.blocksize = streamed_part_size(self.tell())
+        return super().write(data)
 
 
 @contextmanager
