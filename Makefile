@@ -15,7 +15,7 @@ FORK_STAMP := $(VENV)/fork-$(call checksum,requirements src patches build_backen
 # Lightning is a package that is installed, and so are our modules inside it: mypy finds them by name.
 OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' | LC_ALL=C sort)
 
-.PHONY: setup test lint demo dev clean
+.PHONY: setup test lint demo bench dev clean
 .DELETE_ON_ERROR:
 
 setup: $(FORK_STAMP)
@@ -30,6 +30,9 @@ lint: setup
 
 demo: setup
 	$(BIN)/python demo/run.py
+
+bench: setup
+	$(BIN)/python benchmarks/import_time.py
 
 # Both distributions in .venv from linked sources, until a change of the sources makes `make setup` install wheels again.
 dev: setup
