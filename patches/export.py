@@ -67,10 +67,10 @@ def _commits(tree: Path, patches: Sequence[Patch]) -> list[tuple[Patch, dict[Pat
 
 
 def _tests(tree: Path, patch: Patch) -> dict[Path, bytes]:
-    names = [*patch.tests, *(name for name in patch.adds if name.startswith("tests/"))]
+    names = [name for name in patch.adds if name.startswith("tests/")]
     for name in names:
         if not (REPOSITORY / name).is_file():
-            raise PatchError(f"patch {patch.name!r} names {name!r}, which does not exist")
+            raise PatchError(f"patch {patch.name!r} adds {name!r}, which does not exist")
     return {tree / name: (REPOSITORY / name).read_text("utf-8").encode() for name in names}
 
 

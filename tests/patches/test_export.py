@@ -111,12 +111,39 @@ class TestLightning:
         apply_patches(tmp_path / "assembled", PATCHES)
         assert read_tree(exported / "src/lightning") == read_tree(tmp_path / "assembled/lightning")
 
-    def test_nothing_but_the_named_tests_beside_it(self, exported: Path) -> None:
+    def test_nothing_but_the_tests_that_patches_add_beside_it(self, exported: Path) -> None:
         changed = git(exported, "diff", "--name-only", "main", "HEAD").splitlines()
-        tests = {file for patch in PATCHES for file in [*patch.tests, *patch.adds] if file.startswith("tests/")}
+        tests = {file for patch in PATCHES for file in patch.adds if file.startswith("tests/")}
         assert {file for file in changed if not file.startswith("src/lightning/")} == tests
         for file in tests:
             assert (exported / file).read_bytes() == (REPOSITORY / file).read_bytes()
+
+    def test_an_exported_test_passes_in_the_exported_checkout_and_not_before(
+        self, checkout: Path, tmp_path: Path
+    ) -> None:
+        test = "tests/pytorch/test_train_dataloader_setup.py"
+
+        def run() -> subprocess.CompletedProcess[str]:
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-p",
+                "no:cacheprovider",
+                "-k",
+                "Simple and lightning.pytorch",
+                test,
+            ]
+            environment = {**os.environ, "PYTHONPATH": str(checkout / "src")}
+            return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+
+        export(checkout, select(PATCHES, ["profile-train-dataloader-setup"]), "tested")
+        done = run()
+        assert "1 passed" in done.stdout, done.stdout + done.stderr
+        git(checkout, "restore", "--source", "main", "src")
+        done = run()
+        assert "1 failed" in done.stdout, done.stdout + done.stderr
+        git(checkout, "reset", "--quiet", "--hard")
 
     @pytest.mark.parametrize("name", NAMES)
     def test_each_patch_alone_with_what_it_requires(self, name: str, checkout: Path, tmp_path: Path) -> None:
@@ -209,11 +236,11 @@ class TestSmallCheckout:
     def test_modules_and_tests_come_along_even_if_ignored(self, checkout: Path) -> None:
         adds = ["src/lightning/pytorch/raft.py", "tests/helpers.py"]
         export(checkout, [make_patch(adds=adds, tests=["tests/test_raft.py"])], "new")
-        assert git(checkout, "diff", "--name-only", "main", "HEAD").splitlines() == [*adds, "tests/test_raft.py"]
+        assert git(checkout, "diff", "--name-only", "main", "HEAD").splitlines() == adds
 
-    def test_test_that_two_patches_name(self, checkout: Path) -> None:
-        row = make_patch(find="row()", replace="row(2)", tests=["tests/test_raft.py"])
-        sail = make_patch("sail", find="sail()", replace="sail(2)", tests=["tests/test_raft.py"])
+    def test_test_that_two_patches_add(self, checkout: Path) -> None:
+        row = make_patch(find="row()", replace="row(2)", adds=["tests/test_raft.py"])
+        sail = make_patch("sail", find="sail()", replace="sail(2)", adds=["tests/test_raft.py"])
         export(checkout, [row, sail], "new")
         assert git(checkout, "log", "--format=%s", "--", "tests") == "Let it row"
 
@@ -251,8 +278,8 @@ class TestSmallCheckout:
         self.assert_unchanged(checkout)
 
     def test_test_that_does_not_exist(self, checkout: Path) -> None:
-        patch = make_patch(find="row()", replace="row(2)", tests=["tests/test_sea.py"])
-        assert "names 'tests/test_sea.py', which does not exist" in self.assert_refused(checkout, patch)
+        patch = make_patch(find="row()", replace="row(2)", adds=["tests/test_sea.py"])
+        assert "adds 'tests/test_sea.py', which does not exist" in self.assert_refused(checkout, patch)
         self.assert_unchanged(checkout)
 
     def test_failure_after_the_first_commit(self, checkout: Path, tmp_path: Path) -> None:

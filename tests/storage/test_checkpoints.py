@@ -19,11 +19,12 @@ def test_an_older_torch_gets_one_clear_message_for_a_url(path: str | Path, monke
     assert checkpoints.locate_checkpoint("run/x.ckpt") == Path("run/x.ckpt")
 
 
-@pytest.fixture(params=["local", "s3", "memory", "tree", "ftp"])
+@pytest.fixture(params=["local", "s3", "memory", "tree", "generic", "ftp"])
 def place(request: pytest.FixtureRequest, bucket: Bucket, ftp: str, tmp_path: Path) -> Path | str:
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
-    roots = {"local": tmp_path, "s3": bucket.url, "memory": "memory://run", "tree": f"tree://{tmp_path}", "ftp": ftp}
+    roots = {"local": tmp_path, "s3": bucket.url, "memory": "memory://run", "ftp": ftp}
+    roots |= {protocol: f"{protocol}://{tmp_path}" for protocol in ("tree", "generic")}
     return locate(f"{roots[request.param]}/x.ckpt")
 
 
@@ -36,7 +37,7 @@ def make_shards(place: Path | str) -> None:
 def test_a_full_file_that_cannot_be_saved_leaves_the_shards_that_it_replaces(place: Path | str) -> None:
     make_shards(place)
 
-    with pytest.raises(RuntimeError, match="no luck"), checkpoints.replacing_shards(place):
+    with pytest.raises(RuntimeError, match="no luck"), checkpoints.saving_full(place):
         raise RuntimeError("no luck")
     assert checkpoints.is_sharded_checkpoint(place)
     assert checkpoints.load_metadata(place) == {"epoch": 1}
@@ -57,14 +58,68 @@ def test_shards_take_the_place_of_a_full_file(place: Path | str) -> None:
     assert not checkpoints.is_full_checkpoint(place)
 
 
-def test_a_rank_that_does_not_save_leaves_the_shards_to_the_one_that_does(place: Path | str) -> None:
-    make_shards(place)
-    with checkpoints.replacing_shards(place, on_this_rank=False):
-        pass
-    assert checkpoints.is_sharded_checkpoint(place)
-
-
 def test_a_folder_that_is_no_checkpoint_is_in_the_way_only_where_names_are_not_shared(place: Path | str) -> None:
     save_file("mine", checkpoints.join(place, "notes.pt"))
-    assert checkpoints.is_folder(place) is not str(place).startswith("s3:")
-    assert not checkpoints.is_sharded_checkpoint(place)
+    assert checkpoints.is_folder_in_the_way(place) is not str(place).startswith("s3:")
+    make_shards(place)
+    assert not checkpoints.is_folder_in_the_way(place)
+
+
+def refuse_removal(method: str, path: str) -> int | None:
+    return 403 if method == "DELETE" or "?delete" in path else None
+
+
+def test_a_full_file_that_cannot_be_removed_after_the_shards_are_saved_is_a_warning(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = f"{bucket.url}/x.ckpt"
+    checkpoints.save_full({"w": torch.ones(2)}, place)
+    with bucket.refusing(refuse_removal):
+        make_shards(place)
+    assert "Could not remove" in caplog.text
+    assert checkpoints.is_sharded_checkpoint(place)  # and the folder is what counts
+
+
+def test_shards_that_cannot_be_removed_after_the_full_file_is_saved_are_an_error_that_says_so(bucket: Bucket) -> None:
+    place = f"{bucket.url}/x.ckpt"
+    make_shards(place)
+    with bucket.refusing(refuse_removal), pytest.raises(OSError, match="still what would be loaded"):
+        checkpoints.save_full({"w": torch.ones(2)}, place)
+
+
+def test_whoever_may_only_write_can_save(bucket: Bucket) -> None:
+    place = f"{bucket.url}/x.ckpt"
+    with bucket.refusing(lambda method, path: None if method in ("PUT", "POST") else 403):
+        checkpoints.save_full({"w": torch.ones(2)}, place)
+        checkpoints.save_shards({"w": torch.ones(3)}, f"{place}-shards")
+        checkpoints.save_metadata({"epoch": 1}, f"{place}-shards")
+    assert checkpoints.is_full_checkpoint(place)
+    assert checkpoints.is_sharded_checkpoint(f"{place}-shards")
+
+
+@pytest.mark.parametrize("refused", ["DELETE", "GET"])  # removal, and the listing before it
+def test_old_shards_that_cannot_be_removed_do_not_fail_the_save(
+    refused: str, bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = f"{bucket.url}/x.ckpt"
+    checkpoints.save_shards({"w": torch.ones(3)}, place)
+    with bucket.refusing(lambda method, path: 403 if method == refused else None):
+        checkpoints.save_shards({"w": torch.full((3,), 2.0)}, place)
+    assert "Could not remove the shards of earlier saves" in caplog.text
+    state = {"w": torch.zeros(3)}
+    checkpoints.load_shards(state, place)
+    assert state["w"].tolist() == [2, 2, 2]
+    assert len([name for name in bucket.names() if name.endswith(".distcp")]) == 2
+    checkpoints.save_shards({"w": torch.ones(3)}, place)
+    assert len([name for name in bucket.names() if name.endswith(".distcp")]) == 1
+
+
+@pytest.mark.parametrize("part", [".metadata", ".distcp"])
+def test_a_shard_that_cannot_be_read_is_an_oserror_that_names_the_checkpoint(part: str, bucket: Bucket) -> None:
+    place = f"{bucket.url}/x.ckpt"
+    checkpoints.save_shards({"w": torch.ones(3), "optimizer": {"w": torch.ones(3)}}, place)
+    with (
+        bucket.refusing(lambda method, path: 403 if part in path else None),
+        pytest.raises(OSError, match=rf"Could not load the sharded checkpoint {place}: rank 0: .*Forbidden"),
+    ):
+        checkpoints.load_shards({"w": torch.zeros(3)}, place)

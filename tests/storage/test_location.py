@@ -4,8 +4,9 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning.fabric.storage import location
+from lightning.fabric.storage import location, namespace
 from tests.servers import Bucket
+from tests.storage import tree  # noqa: F401  # registers the protocol
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +25,8 @@ def _empty_memory() -> None:
         ("simplecache::s3://bucket/x", "simplecache::s3://bucket/x"),
         (Path("odd:name/x"), Path("odd:name/x")),
         ("~/x.ckpt", Path.home() / "x.ckpt"),
+        ("file:/tmp/x.ckpt", Path("/tmp/x.ckpt")),
+        (Path("file:///tmp/x.ckpt"), Path("/tmp/x.ckpt")),
     ],
 )
 def test_local_paths_become_path_and_urls_stay_strings(given: object, expected: object) -> None:
@@ -88,11 +91,34 @@ def test_removal_is_literal_and_leaves_neighbours_alone(root: str, bucket: Bucke
     for name in names:
         fs.makedirs(f"{path}/{name}".rpartition("/")[0], exist_ok=True)
         fs.pipe_file(f"{path}/{name}", b"1")
-    location.remove(location.join(location.locate(root), "a[1]*?.ckpt"))
-    location.remove(location.join(location.locate(root), "shards"))
-    location.remove(location.join(location.locate(root), "was-never-there"))
+    namespace.remove(location.join(location.locate(root), "a[1]*?.ckpt"))
+    namespace.remove(location.join(location.locate(root), "shards"))
+    namespace.remove(location.join(location.locate(root), "was-never-there"))
     fs.invalidate_cache()
     assert {name[len(path) :].lstrip("/") for name in fs.find(path)} == {"a1.ckpt", "a[1]*?.ckpt2", "shards2/x"}
+
+
+@pytest.mark.parametrize("place", ["", ".", "..", "/", "memory://", "s3://bucket", "s3://bucket/", "tree:///"])
+def test_more_than_a_checkpoint_is_not_removed(
+    place: str, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "precious").touch()
+    bucket.put("precious", b"1")
+    with pytest.raises(ValueError, match="Refusing to remove"):
+        namespace.remove(location.locate(place.replace("s3://bucket", bucket.url)))
+    assert (tmp_path / "precious").exists()
+    assert bucket.names() == ["precious"]
+
+
+def test_a_large_folder_is_removed_with_its_marks_first(bucket: Bucket) -> None:
+    for name in ["meta.pt", ".metadata", *(f"{i}.distcp" for i in range(20))]:
+        bucket.put(f"x.ckpt/{name}", b"1")
+    namespace.remove(f"{bucket.url}/x.ckpt")
+    removed = [path.rpartition("/")[2] for method, path in bucket.requests if method == "DELETE"]
+    assert set(removed[:2]) == {"meta.pt", ".metadata"}
+    assert len(removed) == 22
+    assert bucket.names() == []
 
 
 def test_on_an_object_store_a_file_and_a_folder_of_one_name_are_told_apart(bucket: Bucket) -> None:
@@ -103,7 +129,7 @@ def test_on_an_object_store_a_file_and_a_folder_of_one_name_are_told_apart(bucke
     assert not location.is_folder(place)  # nothing keeps a file from being written there
     bucket.put("last.ckpt", b"full")
     assert location.is_file(place)
-    location.remove_folder(place)
+    namespace.remove_folder(place)
     assert bucket.names() == ["last.ckpt"]
 
 

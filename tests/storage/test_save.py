@@ -1,9 +1,12 @@
+import errno
 import gc
 import io
 import os
 import pickle
+import signal
 import stat
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,12 @@ from tests.servers import SECRET, Bucket
 from tests.storage.tree import TreeFileSystem
 
 
-@pytest.fixture(params=["local", "memory", "s3", "tree", "ftp"])
+@pytest.fixture(params=["local", "memory", "s3", "tree", "generic", "ftp"])
 def url(request: pytest.FixtureRequest, bucket: Bucket, ftp: str, tmp_path: Path) -> str:
     """A place for a checkpoint, in a folder that is not there yet."""
     MemoryFileSystem.store.clear()
-    roots = {"local": str(tmp_path), "memory": "memory://", "s3": bucket.url, "tree": f"tree://{tmp_path}", "ftp": ftp}
+    roots = {"local": str(tmp_path), "memory": "memory://", "s3": bucket.url, "ftp": ftp}
+    roots |= {protocol: f"{protocol}://{tmp_path}" for protocol in ("tree", "generic")}
     return f"{roots[request.param]}/new/folder/epoch=1 [best].ckpt"
 
 
@@ -159,12 +163,40 @@ def test_a_protocol_that_nobody_knows_is_named_by_fsspecs_own_error() -> None:
         save_file(STATE, "nope://bucket/x.ckpt")
 
 
-def test_saving_does_not_use_the_transaction_that_others_share(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Any) -> None:
-        raise AssertionError("a transaction diverts the writes of every other user of the file system")
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("protocol", ["s3", "tree"])
+def test_a_save_is_not_part_of_a_transaction_that_someone_else_has_open(
+    protocol: str, streaming: bool, bucket: Bucket, tmp_path: Path
+) -> None:
+    url = f"{bucket.url}/x.ckpt" if protocol == "s3" else f"tree://{tmp_path}/x.ckpt"
+    fs = fsspec.url_to_fs(url)[0]
 
-    monkeypatch.setattr(fsspec.transaction.Transaction, "start", refuse)
-    save_file(STATE, url)
+    def fail_after_a_save() -> None:
+        with fs.transaction:
+            with transport.open_writer(url, streaming=streaming) as file:
+                torch.save(STATE, file)
+            raise RuntimeError("what else was to be in the transaction")
+
+    with pytest.raises(RuntimeError):
+        fail_after_a_save()
+    assert same(load_file(url), STATE)
+
+
+def test_an_interrupted_upload_does_not_go_on_behind_the_callers_back(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsspec_transport, "_SMALLEST_PART", 5 * 2**20)
+    bucket.put("x", b"the old one")
+
+    def slow(method: str, path: str) -> None:
+        if "partNumber=2" in path:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(1)
+
+    with bucket.refusing(slow), pytest.raises(KeyboardInterrupt):
+        save_file({"w": torch.randn(4 * 2**20)}, f"{bucket.url}/x")
+    time.sleep(2)  # an upload that goes on would be complete by now
+    assert bucket.get("x") == b"the old one"
 
 
 def test_many_threads_save_at_once(url: str) -> None:
@@ -187,6 +219,79 @@ def test_a_file_system_that_does_not_rename_over_files_is_served(
     save_file({"w": torch.zeros(3)}, f"tree://{tmp_path}/x.ckpt")
     save_file(STATE, f"tree://{tmp_path}/x.ckpt")
     assert same(load_file(f"tree://{tmp_path}/x.ckpt"), STATE)
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+def test_a_rename_that_fails_for_another_reason_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dropped(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("connection dropped")
+
+    save_file({"w": torch.zeros(3)}, f"tree://{tmp_path}/x.ckpt")
+    monkeypatch.setattr(TreeFileSystem, "mv", dropped)
+    with pytest.raises(ConnectionError, match=r"x\.ckpt: connection dropped"):
+        save_file(STATE, f"tree://{tmp_path}/x.ckpt")
+    assert load_file(f"tree://{tmp_path}/x.ckpt")["w"].tolist() == [0, 0, 0]
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+def test_azure_gets_more_than_its_clients_blocks_can_hold_as_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    class File(io.BytesIO):
+        def close(self) -> None:
+            if not self.closed:
+                committed.append((self.blocksize, self.getvalue()))
+            super().close()
+
+    class Client(MemoryFileSystem):
+        __module__ = "adlfs.spec"
+
+        def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+            piped.append(value)
+
+        def open(self, path: str, mode: str, block_size: int, autocommit: bool) -> File:  # type: ignore[override]
+            file = File()
+            file.blocksize = block_size
+            return file
+
+    piped: list[bytes] = []
+    committed: list[Any] = []
+    monkeypatch.setattr(fsspec_transport, "_AZURE_PIPE_LIMIT", 10)
+    fsspec_transport._pipe(Client(), "/x", b"0123456789")
+    assert (piped, committed) == ([b"0123456789"], [])
+    fsspec_transport._pipe(Client(), "/x", b"0123456789a")
+    assert committed == [(50 * 2**20, b"0123456789a")]
+
+
+def test_a_local_name_may_be_as_long_as_a_name_can_be(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / ("x" * 255))
+    assert same(load_file(tmp_path / ("x" * 255)), STATE)
+
+
+def test_a_link_to_a_local_file_goes_on_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "x.ckpt").symlink_to(tmp_path / "elsewhere" / "y.ckpt")
+    save_file(STATE, tmp_path / "x.ckpt")
+    assert (tmp_path / "x.ckpt").is_symlink()
+    assert same(load_file(tmp_path / "elsewhere" / "y.ckpt"), STATE)
+
+
+def test_a_local_file_system_that_cannot_rename_is_served_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(source: Any, target: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    save_file(STATE, tmp_path / "x.ckpt")
+    assert same(load_file(tmp_path / "x.ckpt"), STATE)
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+    assert "cannot rename files" in caplog.text
+
+
+def test_a_local_failure_keeps_its_error_number(tmp_path: Path) -> None:
+    (tmp_path / "x.ckpt").mkdir()
+    with pytest.raises(IsADirectoryError) as raised:
+        save_file(STATE, tmp_path / "x.ckpt")
+    assert raised.value.errno == errno.EISDIR
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
@@ -223,8 +328,9 @@ def test_a_short_write_is_continued() -> None:
 
 
 def test_a_missing_file_is_named(url: str) -> None:
-    with pytest.raises(FileNotFoundError, match="best"):
-        load_file(url)
+    for read in (load_file, archive):
+        with pytest.raises(FileNotFoundError, match="best"):
+            read(url)
 
 
 def test_the_store_is_asked_for_nothing_that_a_write_does_not_need(bucket: Bucket) -> None:

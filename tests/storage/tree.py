@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import fsspec
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 
@@ -22,7 +23,15 @@ class TreeFileSystem(LocalFileSystem):
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
-        return path.removeprefix("tree://") if isinstance(path, str) else path
+        return path.removeprefix(f"{cls.protocol}://") if isinstance(path, str) else path
 
 
-fsspec.register_implementation("tree", TreeFileSystem, clobber=True)
+class GenericFileSystem(TreeFileSystem):
+    """The same with fsspec's own way to move, which copies and removes, and takes names for patterns."""
+
+    protocol = "generic"
+    mv = AbstractFileSystem.mv
+
+
+for implementation in (TreeFileSystem, GenericFileSystem):
+    fsspec.register_implementation(str(implementation.protocol), implementation, clobber=True)

@@ -21,6 +21,15 @@ fabric.launch()
 module = fabric.setup_module(torch.nn.Linear(4, 4))
 fabric.save(sys.argv[1], {{"model": module}})
 fabric.load(sys.argv[1], {{"model": module}})
+
+# the other places that name a device: a mesh, and modules that are wrapped as they are made
+strategy = CPUStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(1, 1))
+fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+fabric.launch()
+assert strategy._fsdp_kwargs["device_mesh"].device_type == "cpu"
+with strategy.module_sharded_context():
+    wrapped = torch.distributed.fsdp.wrap.wrap(torch.nn.Linear(4, 4))
+assert wrapped.compute_device.type == "cpu"
 """
 
 

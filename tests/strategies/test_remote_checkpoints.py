@@ -124,24 +124,41 @@ def test_full_and_sharded_checkpoints_replace_each_other_at_one_path(runs: Runs,
 
 
 @pytest.mark.slow
-def test_a_refused_shard_fails_the_save_on_every_rank_and_leaves_the_old_checkpoint(runs: Runs, bucket: Bucket) -> None:
-    case = {"api": "fabric", "strategy": "fsdp", "kind": "sharded", "package": "lightning", "url": bucket.url}
+@pytest.mark.parametrize(
+    ("kind", "refused", "reason"),
+    [
+        (
+            "sharded",
+            "__1_0.distcp",
+            "Could not save the sharded checkpoint {}: rank 1: PermissionError: Could not write",
+        ),
+        ("sharded", "meta.pt", "Could not write {}/meta.pt"),
+        ("full", "epoch%3D0.ckpt", "Could not write {}"),
+    ],
+)
+def test_a_refused_file_fails_the_save_on_every_rank_and_leaves_the_old_checkpoint(
+    runs: Runs, bucket: Bucket, kind: str, refused: str, reason: str
+) -> None:
+    case = {"api": "fabric", "strategy": "fsdp", "kind": kind, "package": "lightning", "url": bucket.url}
     straight = runs.train(**case, epochs=2)
     before = bucket.names()
 
-    with bucket.refusing(lambda method, path: 403 if method == "PUT" and "__1_0.distcp" in path else None):
+    with bucket.refusing(lambda method, path: 403 if method == "PUT" and refused in path else None):
         folder, result = runs.start({}, **case, epochs=1)
     assert result.returncode != 0
-    told = f"Could not save the sharded checkpoint {bucket.url}/epoch=0.ckpt: rank 1: PermissionError: Could not write"
-    assert told in result.stderr
-    assert not (folder / "rank-0.pt").exists()
-    assert set(before) <= set(bucket.names())
-    assert_continued(straight, runs.train(**case, epochs=2, resume=f"{bucket.url}/epoch=0.ckpt"))
-    assert len([key for key in bucket.names() if key.startswith("epoch=1.ckpt/")]) == 4  # shards of dead saves go
+    told = reason.format(f"{bucket.url}/epoch=0.ckpt")
+    for rank in (0, 1):
+        assert any(told in line for line in result.stderr.splitlines() if line.startswith(f"[rank{rank}]: ")), rank
+    assert os.listdir(folder) == ["case.json"]
+    if refused != "meta.pt":  # then the shards have been replaced, see the page on remote checkpoints
+        assert set(before) <= set(bucket.names())
+        assert_continued(straight, runs.train(**case, epochs=2, resume=f"{bucket.url}/epoch=0.ckpt"))
+    if refused == "__1_0.distcp":
+        assert len([name for name in bucket.names() if name.startswith("epoch=1.ckpt/")]) == 4  # dead shards have gone
 
 
 @pytest.mark.slow
-def test_stock_pytorch_reads_our_shards_and_we_read_those_of_stock_lightning(
+def test_stock_pytorch_and_stock_lightning_read_our_shards_and_we_read_theirs(
     runs: Runs, bucket: Bucket, tmp_path: Path, pristine: Callable[[str], Path]
 ) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -154,7 +171,7 @@ def test_stock_pytorch_reads_our_shards_and_we_read_those_of_stock_lightning(
     resumed = runs.train(**case, url=bucket.url, resume=f"{bucket.url}/epoch=0.ckpt")
     assert_continued(straight, resumed)
 
-    copy = tmp_path / "copy"
+    copy = tmp_path / "copy.ckpt"
     copy.mkdir()
     for key in bucket.names():
         if key.startswith("epoch=1.ckpt/"):
@@ -163,6 +180,10 @@ def test_stock_pytorch_reads_our_shards_and_we_read_those_of_stock_lightning(
     ours = torch.load(tmp_path / "full.pt")
     whole = {name: torch.cat([rank["parameters"][name] for rank in resumed]) for name in resumed[0]["parameters"]}
     assert differences(dict(ours["model"]), whole) == []
+    stock = runs.train({"PYTHONPATH": str(pristine("lightning"))}, **case, url=str(tmp_path / "x"), resume=str(copy))
+    for one, other in zip(resumed, stock, strict=True):
+        assert other.pop("batches_seen") == 0
+        assert differences(one, other) == []
 
 
 @pytest.mark.slow

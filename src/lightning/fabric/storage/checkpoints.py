@@ -5,34 +5,24 @@ A sharded checkpoint is what torch.distributed.checkpoint makes, ``.metadata`` a
 there. On an object store a full file and a folder can have the same name: while both exist, the folder counts.
 """
 
+import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning.fabric.storage.load import load_file
-from lightning.fabric.storage.location import (
-    Location,
-    display,
-    is_file,
-    join,
-    locate,
-    make_folder,
-    remove_file,
-    remove_folder,
-    rename_folder,
-    shares_names,
-)
-from lightning.fabric.storage.location import is_folder as is_folder
+from lightning.fabric.storage.location import Location, display, is_file, is_folder, join, locate, shares_names
+from lightning.fabric.storage.namespace import make_folder, remove_file, remove_folder, rename_folder
 from lightning.fabric.storage.save import save_file
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_4
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint import StorageReader
+log = logging.getLogger(__name__)
 
 _METADATA_FILENAME = "meta.pt"
 
@@ -47,8 +37,8 @@ def locate_checkpoint(path: str | os.PathLike[str]) -> Location:
     location = locate(path)
     if not isinstance(location, Path) and not _TORCH_GREATER_EQUAL_2_4:
         raise NotImplementedError(
-            f"Checkpoints of FSDP on a remote file system need PyTorch 2.4 or newer, and this is {torch.__version__}:"
-            f" upgrade PyTorch, or use a local path instead of {display(location)}."
+            f"Checkpoints of FSDP and ModelParallel on a remote file system need PyTorch 2.4 or newer, and this is"
+            f" {torch.__version__}: upgrade PyTorch, or use a local path instead of {display(location)}."
         )
     return location
 
@@ -61,6 +51,12 @@ def is_sharded_checkpoint(location: Location) -> bool:
 def is_full_checkpoint(location: Location) -> bool:
     """Whether there is a file that could hold a full state."""
     return is_file(locate(location))
+
+
+def is_folder_in_the_way(location: Location) -> bool:
+    """Whether there is a folder that is no checkpoint, and keeps a full state from being saved as a file."""
+    # in this order: rank zero may be replacing shards by a file at this moment
+    return not shares_names(location) and not is_sharded_checkpoint(location) and is_folder(location)
 
 
 def make_shard_folder(location: Location) -> None:
@@ -104,28 +100,48 @@ def load_shards(state: dict[str, Any], location: Location) -> None:
     if isinstance(location, Path):
         load(state, checkpoint_id=location)
         return
+    from lightning.fabric.storage.sharded import ShardReader
+
     try:
-        load(state, storage_reader=shard_reader(location))
+        load(state, storage_reader=ShardReader(location))
     except CheckpointException as error:
         raise _failure("load", location, error) from error
 
 
-def shard_reader(location: Location) -> "StorageReader":
-    """What torch.distributed.checkpoint reads the shards with."""
-    if isinstance(location, Path):
-        from torch.distributed.checkpoint import FileSystemReader
+def load_optimizer_shards(model_state: dict[str, Any], key: str, location: Location) -> dict[str, Any]:
+    """Loads what this rank keeps of an optimizer's state, which is called ``key`` in the checkpoint; a collective call.
 
-        return FileSystemReader(location)
+    Raises:
+        OSError: As for :func:`load_shards`.
+    """
+    from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+    from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+
+    if isinstance(location, Path):
+        return dict(load_sharded_optimizer_state_dict(model_state, key, FileSystemReader(location)))
     from lightning.fabric.storage.sharded import ShardReader
 
-    return ShardReader(location)
+    try:
+        return dict(load_sharded_optimizer_state_dict(model_state, key, ShardReader(location)))
+    except CheckpointException as error:
+        raise _failure("load", location, error) from error
 
 
 def save_metadata(metadata: dict[str, Any], location: Location) -> None:
-    """Saves what belongs to a sharded checkpoint beside its shards, as the last of it; for one rank."""
-    save_file(metadata, join(location, _METADATA_FILENAME))
-    if shares_names(location):  # a full file that the folder replaces; elsewhere it had to go before
-        remove_file(location)
+    """Saves what belongs to a sharded checkpoint beside its shards, as the last of it; a collective call.
+
+    Args:
+        metadata: What rank zero has is saved.
+        location: The checkpoint's folder.
+
+    Raises:
+        OSError: Rank zero could not write. Every rank raises it.
+    """
+    with _outcome_of_rank_zero():
+        if _is_rank_zero():
+            save_file(metadata, join(location, _METADATA_FILENAME))
+            if shares_names(location):  # a full file that the folder replaces; elsewhere it had to go before
+                _clean_up(location, remove_file)
 
 
 def load_metadata(location: Location, weights_only: bool | None = None) -> Any:
@@ -134,9 +150,14 @@ def load_metadata(location: Location, weights_only: bool | None = None) -> Any:
 
 
 def save_full(state: dict[str, Any], location: Location) -> None:
-    """Saves a full state as one file; for one rank."""
-    with replacing_shards(location):
-        save_file(state, location)
+    """Saves a full state, which rank zero has, as one file; a collective call.
+
+    Raises:
+        OSError: Rank zero could not write. Every rank raises it.
+    """
+    with saving_full(location):
+        if _is_rank_zero():
+            save_file(state, location)
 
 
 def load_full(location: Location, weights_only: bool | None = None) -> Any:
@@ -147,27 +168,73 @@ def load_full(location: Location, weights_only: bool | None = None) -> Any:
 
 
 @contextmanager
-def replacing_shards(location: Location, on_this_rank: bool = True) -> Iterator[None]:
-    """Saves a file in the place of a sharded checkpoint, which goes when the body has succeeded.
+def saving_full(location: Location) -> Iterator[None]:
+    """For a body that saves a full state as one file on rank zero; a collective call.
 
-    Args:
-        location: Of the checkpoint. Where there is no folder of shards, nothing happens.
-        on_this_rank: Whether this is the rank that saves.
+    A sharded checkpoint in its place goes when the body has succeeded, and every rank learns if it has not.
+
+    Raises:
+        OSError: On the other ranks, if the body failed on rank zero.
     """
-    if not on_this_rank or not is_sharded_checkpoint(location):
-        yield
-    elif shares_names(location):
-        yield
-        remove_folder(location)
-    else:
-        aside = locate(f"{os.fspath(location).rstrip('/')}.{secrets.token_hex(6)}.old")
-        rename_folder(location, aside)
-        try:
+    with _outcome_of_rank_zero():
+        if not _is_rank_zero() or not _has_shards_to_replace(location):
             yield
-        except BaseException:
-            rename_folder(aside, location)
-            raise
-        remove_folder(aside)
+        elif shares_names(location):
+            yield
+            try:
+                remove_folder(location)
+            except Exception as error:
+                raise OSError(
+                    f"{display(location)} is saved, but the sharded checkpoint of that name could not be removed, and"
+                    f" is still what would be loaded: {display(str(error))}"
+                ) from error
+        else:
+            aside = locate(f"{os.fspath(location).rstrip('/')}.{secrets.token_hex(6)}.old")
+            rename_folder(location, aside)
+            try:
+                yield
+            except BaseException:
+                rename_folder(aside, location)
+                raise
+            _clean_up(aside, remove_folder)
+
+
+def _has_shards_to_replace(location: Location) -> bool:
+    try:
+        return is_sharded_checkpoint(location)
+    except PermissionError:  # what S3 answers about a missing object to those who may write, but not list
+        return False
+
+
+def _is_rank_zero() -> bool:
+    return not _distributed_is_initialized() or torch.distributed.get_rank() == 0
+
+
+@contextmanager
+def _outcome_of_rank_zero() -> Iterator[None]:
+    """Raises on every rank if the body failed on rank zero; else the others would wait for it in the next barrier."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    if _distributed_is_initialized():
+        told = [failed and f"rank 0: {type(failed).__name__}: {failed}"]
+        torch.distributed.broadcast_object_list(told, src=0)
+        if failed is None and told[0] is not None:
+            raise OSError(told[0])
+    if failed is not None:
+        raise failed
+
+
+def _clean_up(location: Location, remove: Callable[[Location], None]) -> None:
+    """Removes what a save has replaced. The save is complete, so that a failure here is no failure of it."""
+    try:
+        remove(location)
+    except Exception as error:
+        log.warning(
+            f"Could not remove {display(location)}, which is replaced ({type(error).__name__}: {display(str(error))})"
+        )
 
 
 def _failure(verb: str, location: Location, error: BaseException) -> OSError:

@@ -29,4 +29,8 @@ def archive(path: _Path) -> str | IO[bytes]:
         FileNotFoundError: There is nothing at ``path``.
     """
     location = locate(path)
-    return str(location) if isinstance(location, Path) else open_reader(location)
+    if not isinstance(location, Path):
+        return open_reader(location)
+    if not location.is_file():  # which the reader itself would report as a RuntimeError
+        raise FileNotFoundError(f"There is no file {str(location)!r}")
+    return str(location)

@@ -6,7 +6,6 @@ A URL never becomes a ``Path``: that would turn ``s3://bucket/x`` into a local f
 import inspect
 import os
 import re
-import shutil
 from pathlib import Path
 
 from fsspec import AbstractFileSystem, available_protocols
@@ -27,20 +26,20 @@ _SECRETS = (
 def locate(path: str | os.PathLike[str]) -> Location:
     """Tells a local path from a URL.
 
-    ``file://`` URLs are local paths. A ``Path`` that was made from a URL of a protocol known to fsspec, and lost a
+    ``file:`` URLs are local paths. A ``Path`` that was made from a URL of another protocol known to fsspec, and lost a
     slash by that, is taken for the URL.
 
     Returns:
         A ``Path``, or a URL that fsspec understands.
     """
     text = os.fspath(path)
-    if isinstance(path, Path):
-        mangled = re.match(r"(\w[\w.+-]+):[/\\](?![/\\])", text)
-        if mangled is not None and mangled[1] in available_protocols():
-            text = f"{mangled[1]}://{Path(text[mangled.end() :]).as_posix()}"
-    if get_protocol(text) in LocalFileSystem.protocol:
-        return Path(LocalFileSystem._strip_protocol(text) if "://" in text else os.path.expanduser(text))
-    return text
+    mangled = re.match(r"(\w[\w.+-]+):[/\\](?![/\\])", text) if isinstance(path, Path) else None
+    if mangled is not None and mangled[1] in set(available_protocols()).difference(LocalFileSystem.protocol):
+        text = f"{mangled[1]}://{Path(text[mangled.end() :]).as_posix()}"
+    if get_protocol(text) not in LocalFileSystem.protocol:
+        return text
+    is_url = any(text.startswith(f"{protocol}:") for protocol in LocalFileSystem.protocol)
+    return Path(LocalFileSystem._strip_protocol(text) if is_url else os.path.expanduser(text))
 
 
 def display(location: Location) -> str:
@@ -83,7 +82,7 @@ def shares_names(location: Location) -> bool:
     So it is on object stores, where folders are no more than a part of names: ``last.ckpt`` and ``last.ckpt/meta.pt``
     exist side by side.
     """
-    return isinstance(location, str) and not _has_folders(filesystem(location)[0])
+    return isinstance(location, str) and not has_folders(filesystem(location)[0])
 
 
 def join(location: Location, name: str) -> Location:
@@ -100,7 +99,7 @@ def is_file(location: Location) -> bool:
     if isinstance(location, Path):
         return location.is_file()
     fs, path = filesystem(location)
-    return _kind(fs, path) == "file"
+    return kind_of(fs, path) == "file"
 
 
 def exists(location: Location) -> bool:
@@ -108,7 +107,7 @@ def exists(location: Location) -> bool:
     if isinstance(location, Path):
         return location.exists()
     fs, path = filesystem(location)
-    return _kind(fs, path) != "nothing"
+    return kind_of(fs, path) != "nothing"
 
 
 def is_folder(location: Location) -> bool:
@@ -116,76 +115,18 @@ def is_folder(location: Location) -> bool:
     if isinstance(location, Path):
         return location.is_dir()
     fs, path = filesystem(location)
-    return _has_folders(fs) and _kind(fs, path) == "directory"
-
-
-def make_folder(location: Location) -> None:
-    """Makes the folder and its parents. On an object store there is nothing to do."""
-    if isinstance(location, Path):
-        location.mkdir(parents=True, exist_ok=True)
-        return
-    fs, path = filesystem(location)
-    if _has_folders(fs):
-        fs.makedirs(path, exist_ok=True)
-
-
-def rename_folder(location: Location, target: Location) -> None:
-    """Gives a folder another name, where files and folders do not share names."""
-    if isinstance(location, Path):
-        location.rename(target)
-        return
-    fs, path = filesystem(location)
-    fs.mv(path, filesystem(str(target))[1], recursive=True)
-
-
-def remove(location: Location) -> None:
-    """Removes a file, or a folder with all that is in it; characters such as ``*`` in names have no meaning.
-
-    The marks of a complete sharded checkpoint go first, so that what is left when this is interrupted is not taken
-    for a checkpoint. It is no error if there is nothing.
-    """
-    remove_file(location)
-    remove_folder(location)
-
-
-def remove_file(location: Location) -> None:
-    """Removes the file of exactly that name, if there is one."""
-    if isinstance(location, Path):
-        if location.is_symlink() or location.is_file():
-            location.unlink(missing_ok=True)
-        return
-    fs, path = filesystem(location)
-    if _kind(fs, path) == "file":
-        fs.rm_file(path)
+    return has_folders(fs) and kind_of(fs, path) == "directory"
 
 
 def list_files(url: str) -> list[str]:
     """The names of the files right inside a folder of a store."""
     fs, path = filesystem(url)
     inside = path.rstrip("/") + "/"
-    names = (name[len(inside) :] for name in _files_below(fs, path))
+    names = (name[len(inside) :] for name in files_below(fs, path))
     return sorted(name for name in names if "/" not in name)
 
 
-def remove_folder(location: Location) -> None:
-    """As :func:`remove`, but a file of that name beside the folder stays."""
-    if isinstance(location, Path):
-        if location.is_dir():
-            shutil.rmtree(location)
-        return
-    fs, path = filesystem(location)
-    inside = path.rstrip("/") + "/"
-    marks = (inside + ".metadata", inside + "meta.pt")
-    files = _files_below(fs, path)
-    folders = set(fs.find(path, withdirs=True)).difference(files) | {path} if _has_folders(fs) else set()
-    for name in sorted(files, key=lambda name: (name not in marks, name)):
-        fs.rm_file(name)
-    for name in sorted(folders, reverse=True):  # what is deeper goes first
-        if _kind(fs, name) == "directory":  # some go with their last file
-            fs.rmdir(name)
-
-
-def _files_below(fs: AbstractFileSystem, path: str) -> list[str]:
+def files_below(fs: AbstractFileSystem, path: str) -> list[str]:
     """The paths of all files in a folder, also if there is a file of the folder's name."""
     inside = path.rstrip("/") + "/"
     if "prefix" in inspect.signature(getattr(fs, "_find", fs.find)).parameters:
@@ -196,11 +137,13 @@ def _files_below(fs: AbstractFileSystem, path: str) -> list[str]:
     return [name for name in found if name.startswith(inside)]
 
 
-def _has_folders(fs: AbstractFileSystem) -> bool:
+def has_folders(fs: AbstractFileSystem) -> bool:
+    """Whether a folder is more than a part of names. It is also in memory, which is atomic as object stores are."""
     return not is_object_store(fs) or isinstance(fs, MemoryFileSystem)
 
 
-def _kind(fs: AbstractFileSystem, path: str) -> str:
+def kind_of(fs: AbstractFileSystem, path: str) -> str:
+    """``"file"``, ``"directory"`` or ``"nothing"``; what fsspec's ``exists`` takes for a no is an error here."""
     try:
         return str(fs.info(path)["type"])
     except (FileNotFoundError, NotADirectoryError):  # the latter below a name that is a file

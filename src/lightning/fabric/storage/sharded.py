@@ -1,6 +1,7 @@
 """torch.distributed.checkpoint's fsspec writer and reader, on our transport."""
 
 import dataclasses
+import logging
 import os
 import pickle
 import secrets
@@ -14,8 +15,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
-from lightning.fabric.storage.location import join, list_files, make_folder, remove_file
+from lightning.fabric.storage.location import display, join, list_files
+from lightning.fabric.storage.namespace import make_folder, remove_names
 from lightning.fabric.storage.transport import open_reader, open_writer
+
+log = logging.getLogger(__name__)
 
 _METADATA = ".metadata"
 _SHARD_SUFFIX = ".distcp"
@@ -79,10 +83,13 @@ class ShardWriter(FsspecWriter):
         url = str(self.path)
         with open_writer(join(url, _METADATA)) as file:
             pickle.dump(metadata, file)
-        current = {info.relative_path for info in metadata.storage_data.values()}
-        for name in list_files(url):
-            if name.endswith(_SHARD_SUFFIX) and name not in current:
-                remove_file(str(join(url, name)))
+        try:
+            current = {info.relative_path for info in metadata.storage_data.values()}
+            old = [name for name in list_files(url) if name.endswith(_SHARD_SUFFIX) and name not in current]
+            remove_names(url, old)
+        except Exception as error:  # the save itself is complete
+            reason = f"{type(error).__name__}: {display(str(error))}"
+            log.warning(f"Could not remove the shards of earlier saves from {display(url)} ({reason})")
 
 
 class ShardReader(FsspecReader):

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.storage import location
+from lightning.fabric.storage.namespace import remove
 from lightning.fabric.storage.save import save_file
 from lightning.fabric.utilities.cloud_io import _load
 from lightning.fabric.utilities.types import _PATH
@@ -40,7 +41,7 @@ class TorchCheckpointIO(CheckpointIO):
                 " (its configuration files or the store's environment variables), or pass a `CheckpointIO` plugin of"
                 " your own that makes use of them."
             )
-        log.debug(f"Saving checkpoint: {path}")
+        log.debug(f"Saving checkpoint: {location.display(location.locate(path))}")
         save_file(checkpoint, path)
 
     @override
@@ -75,5 +76,5 @@ class TorchCheckpointIO(CheckpointIO):
             path: A local path, or a URL. Taken literally: ``*`` and the like have no meaning in it.
         """
         place = location.locate(path)
-        location.remove(place)
+        remove(place)
         log.debug(f"Removed checkpoint: {location.display(place)}")

@@ -8,7 +8,15 @@ from typing import IO, cast
 from lightning.fabric.storage.location import Location, display
 from lightning.fabric.storage.transport import fsspec, local
 
-_KINDS = (PermissionError, FileNotFoundError, IsADirectoryError, TimeoutError, ConnectionError)
+_KINDS = (
+    PermissionError,
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    TimeoutError,
+    ConnectionError,
+)
 
 
 @contextmanager
@@ -56,4 +64,6 @@ def _failure(location: Location, cause: Exception) -> OSError:
     reason = display(str(cause)).rstrip(".")
     if kind is OSError or not reason:
         reason = f"{type(cause).__name__}: {reason}"
-    return kind(f"Could not write {display(location)}: {reason}. What was there before, if anything, is unchanged.")
+    failure = kind(f"Could not write {display(location)}: {reason}. What was there before, if anything, is unchanged.")
+    failure.errno = getattr(cause, "errno", None)
+    return failure

@@ -1,17 +1,21 @@
 """Any fsspec file system."""
 
+import asyncio
 import inspect
 import io
 import logging
 import secrets
-from collections.abc import Iterator
+import threading
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, cast
 
 from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
 from typing_extensions import override
 
-from lightning.fabric.storage.location import display, filesystem, is_object_store
+from lightning.fabric.storage.location import display, filesystem, is_object_store, kind_of
+from lightning.fabric.storage.namespace import move
 from lightning.fabric.storage.transport.sink import Sink
 
 log = logging.getLogger(__name__)
@@ -23,6 +27,8 @@ _PLANNED_PARTS = 9_000
 _SMALLEST_PART = 50 * _MIB
 #: adlfs uploads with the blocks of 4 MiB that the Azure client is set to, and a blob has at most 50,000 of them.
 _AZURE_PIPE_LIMIT = 45_000 * 4 * _MIB
+#: How long to wait until a cancelled upload has let go of its connection.
+_CANCELLATION_S = 10
 
 
 def part_size(size: int) -> int:
@@ -49,7 +55,8 @@ def open_writer(url: str, streaming: bool) -> Iterator[Sink]:
         fs.makedirs(fs._parent(path), exist_ok=True)
         temporary = f"{path}.{secrets.token_hex(6)}.tmp"
         try:
-            with fs.open(temporary, "wb") as file:
+            # autocommit: else the file joins a transaction that someone has open on this shared file system
+            with fs.open(temporary, "wb", autocommit=True) as file:
                 yield Sink(file, copies=True)
             _replace(fs, temporary, path)
         except BaseException:
@@ -77,13 +84,37 @@ def _pipe(fs: AbstractFileSystem, path: str, data: bytes) -> None:
     """Stores ``data`` with as many parts at a time as the file system sees fit."""
     size = part_size(len(data))
     pipe_file = getattr(fs, "_pipe_file", fs.pipe_file)
-    if "chunksize" in inspect.signature(pipe_file).parameters:
-        fs.pipe_file(path, data, chunksize=size)
-    elif "adlfs" in _clients(fs) and len(data) > _AZURE_PIPE_LIMIT:
+    sized = {"chunksize": size} if "chunksize" in inspect.signature(pipe_file).parameters else {}
+    if "adlfs" in _clients(fs) and len(data) > _AZURE_PIPE_LIMIT:
         with _stream(fs, path, size) as file:
             file.write(data)
+    elif isinstance(fs, AsyncFileSystem):
+        _finish_or_cancel(fs._pipe_file(path, data, **sized), fs.loop)
     else:
-        fs.pipe_file(path, data)
+        fs.pipe_file(path, data, **sized)
+
+
+def _finish_or_cancel(upload: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> None:
+    """Runs ``upload`` in the loop of fsspec's thread. If this thread is interrupted, the upload does not go on alone.
+
+    With fsspec's own way to wait it would: it could replace the object long after the caller has been told that it did
+    not.
+    """
+    ended = threading.Event()
+
+    async def run() -> None:
+        try:
+            await upload
+        finally:
+            ended.set()
+
+    result = asyncio.run_coroutine_threadsafe(run(), loop)
+    try:
+        result.result()
+    except BaseException:
+        if result.cancel():
+            ended.wait(_CANCELLATION_S)
+        raise
 
 
 class _GrowingParts(Sink):
@@ -101,7 +132,7 @@ def _stream(fs: AbstractFileSystem, path: str, part: int) -> Iterator[Any]:
 
     Used as a context manager itself, an fsspec file completes the upload then: it commits a truncated object.
     """
-    file = fs.open(path, "wb", block_size=part)
+    file = fs.open(path, "wb", block_size=part, autocommit=True)  # not in anyone's transaction
     try:
         yield file
         file.close()
@@ -129,29 +160,27 @@ def _replace(fs: AbstractFileSystem, temporary: str, path: str) -> None:
     Where it does (WebHDFS even without an error), the old file is set aside under another name until the new one has
     taken its place, so that no moment lacks a complete file.
     """
-    existed = fs.exists(path)
     try:
-        fs.mv(temporary, path)
-    except OSError:
-        if not existed:
-            raise
-    if not fs.exists(temporary):
+        move(fs, temporary, path)
+    except Exception:
+        if kind_of(fs, temporary) != "file" or kind_of(fs, path) != "file":
+            raise  # it is not the old file that was in the way
+    if kind_of(fs, temporary) == "nothing":
         return
     aside = f"{path}.{secrets.token_hex(6)}.old"
-    fs.mv(path, aside)
+    move(fs, path, aside)
     try:
-        fs.mv(temporary, path)
+        move(fs, temporary, path)
     except BaseException:
-        fs.mv(aside, path)
+        move(fs, aside, path)
         raise
-    fs.rm_file(aside)
+    _clean_up(fs, aside)
 
 
-def _clean_up(fs: AbstractFileSystem, temporary: str) -> None:
+def _clean_up(fs: AbstractFileSystem, path: str) -> None:
+    """Removes what nobody needs. Whether the save succeeded is decided by then, so a failure here is only told."""
     try:
-        if fs.exists(temporary):
-            fs.rm_file(temporary)
+        if kind_of(fs, path) == "file":
+            fs.rm_file(path)
     except Exception as error:
-        log.warning(
-            f"Could not remove the unfinished file {temporary!r} ({type(error).__name__}: {display(str(error))})."
-        )
+        log.warning(f"Could not remove the left-over {path!r} ({type(error).__name__}: {display(str(error))})")

@@ -1,0 +1,132 @@
+"""Folders, renames and removals. Names are literal: ``*`` and the like have no meaning in them."""
+
+import os
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from fsspec import AbstractFileSystem
+
+from lightning.fabric.storage.location import (
+    Location,
+    display,
+    files_below,
+    filesystem,
+    has_folders,
+    is_object_store,
+    kind_of,
+)
+
+#: What makes a folder a complete sharded checkpoint.
+_MARKS = (".metadata", "meta.pt")
+_REQUESTS_AT_A_TIME = 16
+
+
+def make_folder(location: Location) -> None:
+    """Makes the folder and its parents. On an object store there is nothing to do."""
+    if isinstance(location, Path):
+        location.mkdir(parents=True, exist_ok=True)
+        return
+    fs, path = filesystem(location)
+    if has_folders(fs):
+        fs.makedirs(path, exist_ok=True)
+
+
+def rename_folder(location: Location, target: Location) -> None:
+    """Gives a folder another name, where files and folders do not share names."""
+    if isinstance(location, Path):
+        location.rename(target)
+        return
+    fs, path = filesystem(location)
+    move(fs, path, filesystem(str(target))[1])
+
+
+def move(fs: AbstractFileSystem, path: str, target: str) -> None:
+    """Gives a file or a folder of a file system another name, over an existing file if the file system does that."""
+    if type(fs).mv is not AbstractFileSystem.mv:
+        fs.mv(path, target)
+        return
+    # the inherited one copies what a pattern matches
+    names = [path] if kind_of(fs, path) == "file" else files_below(fs, path)
+    for name in names:
+        copy = target + name[len(path) :]
+        fs.makedirs(fs._parent(copy), exist_ok=True)
+        fs.cp_file(name, copy)
+    if names == [path]:
+        fs.rm_file(path)
+    else:
+        _remove_files_and_folders(fs, path)
+
+
+def remove(location: Location) -> None:
+    """Removes a file, or a folder with all that is in it. It is no error if there is nothing.
+
+    The marks of a complete sharded checkpoint go first, so that what is left when this is interrupted is not taken
+    for a checkpoint.
+
+    Raises:
+        ValueError: ``location`` is the working folder or one around it, a whole bucket, or the root of a file system.
+    """
+    _refuse_too_much(location)
+    remove_file(location)
+    remove_folder(location)
+
+
+def remove_file(location: Location) -> None:
+    """Removes the file of exactly that name, if there is one."""
+    if isinstance(location, Path):
+        if location.is_symlink() or location.is_file():
+            location.unlink(missing_ok=True)
+        return
+    fs, path = filesystem(location)
+    if kind_of(fs, path) == "file":
+        fs.rm_file(path)
+
+
+def remove_folder(location: Location) -> None:
+    """As :func:`remove`, but a file of that name beside the folder stays."""
+    if not isinstance(location, Path):
+        _remove_files_and_folders(*filesystem(location))
+    elif location.is_dir():
+        for mark in _MARKS:
+            (location / mark).unlink(missing_ok=True)
+        shutil.rmtree(location)
+
+
+def remove_names(url: str, names: Iterable[str]) -> None:
+    """Removes files of a folder of a store that are known to be there."""
+    fs, path = filesystem(url)
+    _remove_all(fs, [f"{path.rstrip('/')}/{name}" for name in names])
+
+
+def _remove_files_and_folders(fs: AbstractFileSystem, path: str) -> None:
+    inside = path.rstrip("/") + "/"
+    files = files_below(fs, path)
+    marks = [inside + mark for mark in _MARKS if inside + mark in files]
+    folders = set(fs.find(path, withdirs=True)).difference(files) | {path} if has_folders(fs) else set()
+    _remove_all(fs, marks)
+    _remove_all(fs, [name for name in files if name not in marks])
+    for name in sorted(folders, reverse=True):  # what is deeper goes first
+        if kind_of(fs, name) == "directory":  # some go with their last file
+            fs.rmdir(name)
+
+
+def _remove_all(fs: AbstractFileSystem, paths: list[str]) -> None:
+    if not is_object_store(fs):  # its client may have one connection, which threads cannot share
+        for path in paths:
+            fs.rm_file(path)
+        return
+    with ThreadPoolExecutor(_REQUESTS_AT_A_TIME) as threads:
+        list(threads.map(fs.rm_file, paths))  # list() raises what a thread has raised
+
+
+def _refuse_too_much(location: Location) -> None:
+    if isinstance(location, Path):
+        whole = Path(os.path.abspath(location))
+        too_much = whole in (Path.cwd(), *Path.cwd().parents)
+    else:
+        fs, path = filesystem(location)
+        too_much = "/" not in path.strip("/") and (not has_folders(fs) or not path.strip("/"))
+    if too_much:
+        raise ValueError(f"Refusing to remove {display(location)!r}, which holds more than a checkpoint")
