@@ -7,9 +7,11 @@ import argparse
 import io
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import zipfile
 from pathlib import Path
@@ -20,13 +22,25 @@ from build_backend.distribution import LIGHTNING, PYTORCH_LIGHTNING
 from build_backend.upstream import read_pin, read_pristine_wheel
 
 
-def cpu_seconds(module: str, path: str, folder: str) -> float:
-    """CPU time of a fresh interpreter that imports ``module``, with ``path`` before the installed packages."""
+def cpu_seconds(module: str, folder: Path) -> float:
+    """CPU time of a fresh interpreter that imports ``module`` from ``folder``."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
     subprocess.run([sys.executable, "-c", f"import {module}"], check=True, env=environment, cwd=folder)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def lay_out(folder: Path) -> dict[str, Path]:
+    """Puts the packages of both into folders of the same kind."""
+    folders = {"stock": folder / "stock", "ours": folder / "ours"}
+    for distribution in (LIGHTNING, PYTORCH_LIGHTNING):
+        with zipfile.ZipFile(io.BytesIO(read_pristine_wheel(distribution))) as archive:
+            archive.extractall(folders["stock"])
+        for package in distribution.packages:
+            installed = Path(sysconfig.get_path("purelib")) / package
+            shutil.copytree(installed, folders["ours"] / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return folders
 
 
 def main() -> None:
@@ -34,16 +48,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=15, help="measured runs of each (default: 15)")
     runs = parser.parse_args().runs
-    with tempfile.TemporaryDirectory() as stock:
-        for distribution in (LIGHTNING, PYTORCH_LIGHTNING):
-            with zipfile.ZipFile(io.BytesIO(read_pristine_wheel(distribution))) as archive:
-                archive.extractall(stock)
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = lay_out(Path(temporary))
         print(f"CPU seconds of an import, median and minimum of {runs} runs each, in turn, after one unmeasured run")
         for module in ("lightning", "pytorch_lightning"):
-            times: dict[str, list[float]] = {"stock": [], "ours": []}
+            times: dict[str, list[float]] = {name: [] for name in folders}
             for run in range(runs + 1):
-                for name, path in (("stock", stock), ("ours", "")):
-                    seconds = cpu_seconds(module, path, stock if name == "stock" else tempfile.gettempdir())
+                for name, folder in folders.items():
+                    seconds = cpu_seconds(module, folder)
                     times[name] += [seconds] if run else []  # the first writes the bytecode
             middle = {name: statistics.median(values) for name, values in times.items()}
             for name, values in times.items():

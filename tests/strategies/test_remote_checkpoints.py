@@ -204,5 +204,6 @@ def test_stock_lightning_does_none_of_this(
     assert bucket.names() == []
     if strategy == "fsdp":
         assert result.returncode != 0
+        assert "FSDP needs a non-CPU accelerator device" in result.stderr
     else:
         assert "s3:" in os.listdir(folder)

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from lightning.fabric.storage.namespace import make_folder, remove_file, remove_
 from lightning.fabric.storage.save import save_file
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_4
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import StorageReader
 
 log = logging.getLogger(__name__)
 
@@ -74,38 +77,29 @@ def save_shards(state: dict[str, Any], location: Location) -> None:
     """Saves the model and optimizer state of this rank; a collective call.
 
     Raises:
-        OSError: A rank could not write. Every rank raises it, with the reasons of all.
+        OSError: A rank could not write to the store. Every rank raises it, with the reasons of all.
     """
-    from torch.distributed.checkpoint import CheckpointException, save
+    from torch.distributed.checkpoint import save
 
     if isinstance(location, Path):
         save(state, checkpoint_id=location)
         return
     from lightning.fabric.storage.sharded import ShardWriter
 
-    try:
+    with _failures_of_ranks("save", location):
         save(state, storage_writer=ShardWriter(location))
-    except CheckpointException as error:  # a BaseException, which user code does not expect
-        raise _failure("save", location, error) from error
 
 
 def load_shards(state: dict[str, Any], location: Location) -> None:
     """Loads into the tensors of ``state`` what this rank keeps of it; a collective call.
 
     Raises:
-        OSError: A rank could not read. Every rank raises it, with the reasons of all.
+        OSError: A rank could not read from the store. Every rank raises it, with the reasons of all.
     """
-    from torch.distributed.checkpoint import CheckpointException, load
+    from torch.distributed.checkpoint import load
 
-    if isinstance(location, Path):
-        load(state, checkpoint_id=location)
-        return
-    from lightning.fabric.storage.sharded import ShardReader
-
-    try:
-        load(state, storage_reader=ShardReader(location))
-    except CheckpointException as error:
-        raise _failure("load", location, error) from error
+    with _failures_of_ranks("load", location):
+        load(state, storage_reader=_shard_reader(location))
 
 
 def load_optimizer_shards(model_state: dict[str, Any], key: str, location: Location) -> dict[str, Any]:
@@ -114,17 +108,35 @@ def load_optimizer_shards(model_state: dict[str, Any], key: str, location: Locat
     Raises:
         OSError: As for :func:`load_shards`.
     """
-    from torch.distributed.checkpoint import CheckpointException, FileSystemReader
     from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 
+    with _failures_of_ranks("load", location):
+        return dict(load_sharded_optimizer_state_dict(model_state, key, _shard_reader(location)))
+
+
+def _shard_reader(location: Location) -> "StorageReader":
     if isinstance(location, Path):
-        return dict(load_sharded_optimizer_state_dict(model_state, key, FileSystemReader(location)))
+        from torch.distributed.checkpoint import FileSystemReader
+
+        return FileSystemReader(location)
     from lightning.fabric.storage.sharded import ShardReader
 
+    return ShardReader(location)
+
+
+@contextmanager
+def _failures_of_ranks(verb: str, location: Location) -> Iterator[None]:
+    """Turns what torch.distributed.checkpoint raises about a store, a BaseException, into what user code expects."""
+    from torch.distributed.checkpoint import CheckpointException
+
     try:
-        return dict(load_sharded_optimizer_state_dict(model_state, key, ShardReader(location)))
+        yield
     except CheckpointException as error:
-        raise _failure("load", location, error) from error
+        if isinstance(location, Path):  # as ever
+            raise
+        reasons = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
+        told = (f"rank {rank}: {type(reason).__name__}: {display(str(reason))}" for rank, reason in reasons.items())
+        raise OSError(f"Could not {verb} the sharded checkpoint {display(location)}: {'; '.join(told)}") from error
 
 
 def save_metadata(metadata: dict[str, Any], location: Location) -> None:
@@ -235,11 +247,3 @@ def _clean_up(location: Location, remove: Callable[[Location], None]) -> None:
         log.warning(
             f"Could not remove {display(location)}, which is replaced ({type(error).__name__}: {display(str(error))})"
         )
-
-
-def _failure(verb: str, location: Location, error: BaseException) -> OSError:
-    reasons = {rank: failure[0] for rank, failure in sorted(getattr(error, "failures", {}).items())}
-    told = "; ".join(
-        f"rank {rank}: {type(reason).__name__}: {display(str(reason))}" for rank, reason in reasons.items()
-    )
-    return OSError(f"Could not {verb} the sharded checkpoint {display(location)}: {told or error}")
