@@ -10,6 +10,8 @@ from patches import syntax
 from patches.format import Edit, Landed, NoMatch, PatchError
 from patches.layout import Layout
 
+_LANDED = "the patch is applied here, or it landed upstream (then drop it)"
+
 
 class Splice(NamedTuple):
     """Bytes ``start`` to ``end`` of a file become ``text``."""
@@ -32,7 +34,7 @@ def place(edit: Edit, source: bytes, layout: Layout) -> Splice | None:
     if "landed" in spec:
         landed = [syntax.undotted(statement) for statement in _statements(edit, spec["landed"])]
         if syntax.matches(syntax.undotted(scope), landed):
-            raise Landed(f"{edit}: {spec['landed']!r} is there already: it landed upstream, drop the patch")
+            raise Landed(f"{edit}: {spec['landed']!r} is there already: {_LANDED}")
     if "body" in spec:
         return _place_body(edit, tree, scope, source, spec["body"])
     there = syntax.matches(scope, _statements(edit, spec["replace"]))
@@ -44,7 +46,7 @@ def place(edit: Edit, source: bytes, layout: Layout) -> Splice | None:
     if matches:
         raise PatchError(f"{edit}: {spec['find']!r} matches {len(matches)} places, and must match exactly one")
     if there:
-        raise Landed(f"{edit}: the replacement is there already: it landed upstream, drop the patch")
+        raise Landed(f"{edit}: the replacement is there already: {_LANDED}")
     raise NoMatch(f"{edit}: {spec['find']!r} matches no place, and must match exactly one")
 
 
@@ -94,7 +96,7 @@ def _place_body(edit: Edit, tree: ast.Module, scope: ast.AST, source: bytes, bod
     if not found:
         raise PatchError(f"{edit}: the function has no body beside its docstring")
     if syntax.same(found, _statements(edit, body)):
-        raise Landed(f"{edit}: the function has this body already: it landed upstream, drop the patch")
+        raise Landed(f"{edit}: the function has this body already: {_LANDED}")
     header = (scope.body[0].end_lineno if documented else scope.lineno) or 0
     return _with_comments(_checked(edit, tree, found, source, body), header, syntax.first_line(found[0]), source)
 

@@ -419,7 +419,7 @@ class TestScope:
 class TestLanded:
     def test_replacement_is_there_already(self, tmp_path):
         edit = make_edit(scope="f", find="a()", replace="b()")
-        assert "it landed upstream, drop the patch" in error(tmp_path, "def f():\n    b()\n", edit, kind=Landed)
+        assert "it landed upstream (then drop it)" in error(tmp_path, "def f():\n    b()\n", edit, kind=Landed)
 
     def test_replacement_that_contains_what_it_replaces(self, tmp_path):
         edit = make_edit(find="a()", replace="with x:\n    a()")

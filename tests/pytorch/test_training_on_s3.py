@@ -83,6 +83,54 @@ def test_a_denied_save_stops_the_run_with_the_path_and_keeps_the_checkpoint_befo
 
 
 @pytest.mark.parametrize("name", PACKAGES)
+def test_a_path_made_from_a_url_means_the_url_everywhere(
+    name: str, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pl = importlib.import_module(name)
+    monkeypatch.chdir(tmp_path)
+    callbacks = importlib.import_module(f"{name}.callbacks")
+    checkpoint = callbacks.ModelCheckpoint(dirpath=Path(f"{bucket.url}/run"), filename="x")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(
+        callbacks=[checkpoint], default_root_dir=Path(f"{bucket.url}/root"), max_epochs=1, accelerator="cpu", **quiet
+    )
+    assert trainer.default_root_dir == f"{bucket.url}/root"
+    model = make_model(pl)
+    trainer.fit(model)
+    assert checkpoint.best_model_path == f"{bucket.url}/run/x.ckpt"
+    trainer.save_checkpoint(Path(f"{bucket.url}/run/y.ckpt"))
+    assert bucket.names() == ["run/x.ckpt", "run/y.ckpt"]
+    type(model).load_from_checkpoint(Path(f"{bucket.url}/run/y.ckpt"))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_file_url_is_a_local_path_for_the_checkpoint_callback(name: str, tmp_path: Path) -> None:
+    callbacks = importlib.import_module(f"{name}.callbacks")
+    assert callbacks.ModelCheckpoint(dirpath=f"file://{tmp_path}/run").dirpath == os.path.realpath(tmp_path / "run")
+    assert callbacks.ModelCheckpoint(dirpath=tmp_path / "run").dirpath == os.path.realpath(tmp_path / "run")
+    assert callbacks.ModelCheckpoint().dirpath is None
+
+
+@pytest.mark.parametrize("place", ["s3", "local"])
+def test_loading_a_sharded_checkpoint_as_a_file_says_what_it_is(place: str, bucket: Bucket, tmp_path: Path) -> None:
+    pl = importlib.import_module("lightning.pytorch")
+    model = type(make_model(pl))
+    if place == "s3":
+        bucket.put("run/x.ckpt/meta.pt", b"1")
+    else:
+        (tmp_path / "run/x.ckpt").mkdir(parents=True)
+        (tmp_path / "run/x.ckpt/meta.pt").touch()
+    root = bucket.url if place == "s3" else str(tmp_path)
+    with pytest.raises(IsADirectoryError, match="is a sharded checkpoint: load it with FSDP or ModelParallel"):
+        model.load_from_checkpoint(f"{root}/run/x.ckpt")
+    with pytest.raises(IsADirectoryError, match="is a folder, not a checkpoint file"):
+        model.load_from_checkpoint(f"{root}/run")
+    with pytest.raises(FileNotFoundError, match=r"Checkpoint file not found: .*y\.ckpt"):
+        model.load_from_checkpoint(f"{root}/run/y.ckpt")
+
+
+@pytest.mark.parametrize("name", PACKAGES)
 def test_a_checkpoint_plugin_of_someone_else_is_called_as_ever(name: str, tmp_path: Path) -> None:
     pl = importlib.import_module(name)
     io = importlib.import_module(f"{name}.plugins.io")

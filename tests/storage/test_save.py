@@ -240,6 +240,15 @@ def test_a_rename_that_fails_for_another_reason_is_an_error(tmp_path: Path, monk
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
+def test_a_client_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client(TreeFileSystem):
+        __module__ = "s3fs.core"
+
+    monkeypatch.setattr(fsspec_transport, "filesystem", lambda url: (Client(), "bucket/x"))
+    with pytest.raises(ImportError, match="This release of s3fs is too old"):
+        save_file(STATE, "s3://bucket/x.ckpt")
+
+
 def test_azure_gets_more_than_its_clients_blocks_can_hold_as_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     class File(io.BytesIO):
         def close(self) -> None:

@@ -186,7 +186,7 @@ def saving_full(location: Location) -> Iterator[None]:
     A sharded checkpoint in its place goes when the body has succeeded, and every rank learns if it has not.
 
     Raises:
-        OSError: On the other ranks, if the body failed on rank zero.
+        OSError: On the other ranks, if the body failed on rank zero; of the same type where it is a built-in one.
     """
     with _outcome_of_rank_zero():
         if not _is_rank_zero() or not _has_shards_to_replace(location):
@@ -231,10 +231,13 @@ def _outcome_of_rank_zero() -> Iterator[None]:
     except Exception as error:
         failed = error
     if _distributed_is_initialized():
-        told = [failed and f"rank 0: {type(failed).__name__}: {failed}"]
+        told: list[OSError | None] = [None]
+        if failed is not None:  # a built-in type, for any other may not be picklable
+            kind = type(failed) if isinstance(failed, OSError) and type(failed).__module__ == "builtins" else OSError
+            told = [kind(f"rank 0: {type(failed).__name__}: {failed}")]
         torch.distributed.broadcast_object_list(told, src=0)
         if failed is None and told[0] is not None:
-            raise OSError(told[0])
+            raise told[0]
     if failed is not None:
         raise failed
 

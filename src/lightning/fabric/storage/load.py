@@ -6,7 +6,15 @@ from typing import IO, Any
 
 import torch
 
-from lightning.fabric.storage.location import locate
+from lightning.fabric.storage.location import (
+    Location,
+    display,
+    exists,
+    is_directory,
+    is_file,
+    join,
+    locate,
+)
 from lightning.fabric.storage.transport import open_reader
 
 _Path = str | os.PathLike[str]
@@ -20,6 +28,25 @@ def load_file(path: _Path, map_location: Any = None, weights_only: bool | None =
     """
     with open_reader(locate(path)) as file:
         return torch.load(file, map_location=map_location, weights_only=weights_only)
+
+
+def existing_file(path: _Path) -> Location:
+    """The place of a file that is there.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+        IsADirectoryError: There is a folder, such as a sharded checkpoint. Opened as a file, it is an empty one on
+            an object store.
+    """
+    location = locate(path)
+    if not exists(location):
+        raise FileNotFoundError(f"Checkpoint file not found: {display(location)}")
+    if is_directory(location):
+        what = "a folder, not a checkpoint file"
+        if is_file(join(location, "meta.pt")):
+            what = "a sharded checkpoint: load it with FSDP or ModelParallel, or consolidate a local copy of it first"
+        raise IsADirectoryError(f"{display(location)} is {what}")
+    return location
 
 
 def archive(path: _Path) -> str | IO[bytes]:

@@ -110,12 +110,17 @@ def exists(location: Location) -> bool:
     return kind_of(fs, path) != "nothing"
 
 
-def is_folder(location: Location) -> bool:
-    """Whether there is a folder that keeps a file of that name from being written: see :func:`shares_names`."""
+def is_directory(location: Location) -> bool:
+    """Whether there is a folder, or on an object store names below that one, and no file of that name."""
     if isinstance(location, Path):
         return location.is_dir()
     fs, path = filesystem(location)
-    return has_folders(fs) and kind_of(fs, path) == "directory"
+    return kind_of(fs, path) == "directory"
+
+
+def is_folder(location: Location) -> bool:
+    """Whether there is a folder that keeps a file of that name from being written: see :func:`shares_names`."""
+    return not shares_names(location) and is_directory(location)
 
 
 def list_files(url: str) -> list[str]:

@@ -51,6 +51,9 @@ def streamed_part_size(position: int) -> int:
 def open_writer(url: str, streaming: bool) -> Iterator[Sink]:
     """See :func:`lightning.fabric.storage.transport.open_writer`."""
     fs, path = filesystem(url)
+    clients = _clients(fs) & {"s3fs", "gcsfs", "adlfs"}
+    if clients and not is_object_store(fs):
+        raise ImportError(f"This release of {clients.pop()} is too old to save checkpoints with: upgrade it with pip")
     if not is_object_store(fs):
         fs.makedirs(fs._parent(path), exist_ok=True)
         temporary = f"{path}.{secrets.token_hex(6)}.tmp"
@@ -62,7 +65,7 @@ def open_writer(url: str, streaming: bool) -> Iterator[Sink]:
         except BaseException:
             _clean_up(fs, temporary)
             raise
-    elif streaming and _clients(fs) & {"s3fs", "gcsfs", "adlfs"}:  # others cannot take back what a stream has written
+    elif streaming and clients:  # others cannot take back what a stream has written
         with _stream(fs, path, _SMALLEST_PART) as file:
             yield _GrowingParts(file)
     else:
