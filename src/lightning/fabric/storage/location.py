@@ -16,6 +16,8 @@ from fsspec.utils import get_protocol
 
 Location = Path | str
 
+#: LocalFileSystem.protocol, which is but a string in older releases of fsspec.
+_LOCAL_PROTOCOLS = ("file", "local")
 #: What may stand in a URL in clear text and must not reach a log: a password, and the signature of a signed URL.
 _SECRETS = (
     (re.compile(r"(?<=://)([^/@\s:]*):[^/@\s]+@"), r"\1:***@"),
@@ -34,11 +36,11 @@ def locate(path: str | os.PathLike[str]) -> Location:
     """
     text = os.fspath(path)
     mangled = re.match(r"(\w[\w.+-]+):[/\\](?![/\\])", text) if isinstance(path, Path) else None
-    if mangled is not None and mangled[1] in set(available_protocols()).difference(LocalFileSystem.protocol):
+    if mangled is not None and mangled[1] in set(available_protocols()).difference(_LOCAL_PROTOCOLS):
         text = f"{mangled[1]}://{Path(text[mangled.end() :]).as_posix()}"
-    if get_protocol(text) not in LocalFileSystem.protocol:
+    if get_protocol(text) not in _LOCAL_PROTOCOLS:
         return text
-    is_url = any(text.startswith(f"{protocol}:") for protocol in LocalFileSystem.protocol)
+    is_url = any(text.startswith(f"{protocol}:") for protocol in _LOCAL_PROTOCOLS)
     return Path(LocalFileSystem._strip_protocol(text) if is_url else os.path.expanduser(text))
 
 
