@@ -134,7 +134,7 @@ class TestLightning:
                 "Simple and lightning.pytorch",
                 test,
             ]
-            environment = {**os.environ, "PYTHONPATH": str(checkout / "src")}
+            environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
             return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
 
         export(checkout, select(PATCHES, ["profile-train-dataloader-setup"]), "tested")
