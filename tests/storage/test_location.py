@@ -124,7 +124,7 @@ def test_a_large_folder_is_removed_with_its_marks_first(bucket: Bucket) -> None:
 def test_on_an_object_store_a_file_and_a_folder_of_one_name_are_told_apart(bucket: Bucket) -> None:
     place = f"{bucket.url}/last.ckpt"
     bucket.put("last.ckpt/meta.pt", b"1")
-    assert location.exists(place)
+    assert location.kind(place) == "directory"
     assert not location.is_file(place)
     assert not location.is_folder(place)  # nothing keeps a file from being written there
     bucket.put("last.ckpt", b"full")

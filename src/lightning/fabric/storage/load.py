@@ -9,10 +9,9 @@ import torch
 from lightning.fabric.storage.location import (
     Location,
     display,
-    exists,
-    is_directory,
     is_file,
     join,
+    kind,
     locate,
 )
 from lightning.fabric.storage.transport import open_reader
@@ -39,9 +38,10 @@ def existing_file(path: _Path) -> Location:
             an object store.
     """
     location = locate(path)
-    if not exists(location):
+    found = kind(location)
+    if found == "nothing":
         raise FileNotFoundError(f"Checkpoint file not found: {display(location)}")
-    if is_directory(location):
+    if found == "directory":
         what = "a folder, not a checkpoint file"
         if is_file(join(location, "meta.pt")):
             what = "a sharded checkpoint: load it with FSDP or ModelParallel, or consolidate a local copy of it first"

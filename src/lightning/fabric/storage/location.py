@@ -104,25 +104,16 @@ def is_file(location: Location) -> bool:
     return kind_of(fs, path) == "file"
 
 
-def exists(location: Location) -> bool:
-    """Whether there is a file, or a folder with something in it, of exactly that name."""
+def kind(location: Location) -> str:
+    """``"file"``, ``"directory"`` (on an object store: names below it, and no file of that name) or ``"nothing"``."""
     if isinstance(location, Path):
-        return location.exists()
-    fs, path = filesystem(location)
-    return kind_of(fs, path) != "nothing"
-
-
-def is_directory(location: Location) -> bool:
-    """Whether there is a folder, or on an object store names below that one, and no file of that name."""
-    if isinstance(location, Path):
-        return location.is_dir()
-    fs, path = filesystem(location)
-    return kind_of(fs, path) == "directory"
+        return "directory" if location.is_dir() else "file" if location.exists() else "nothing"
+    return kind_of(*filesystem(location))
 
 
 def is_folder(location: Location) -> bool:
     """Whether there is a folder that keeps a file of that name from being written: see :func:`shares_names`."""
-    return not shares_names(location) and is_directory(location)
+    return not shares_names(location) and kind(location) == "directory"
 
 
 def list_files(url: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.storage import location
+from lightning.fabric.storage.load import existing_file
 from lightning.fabric.storage.namespace import remove
 from lightning.fabric.storage.save import save_file
 from lightning.fabric.utilities.cloud_io import _load
@@ -41,7 +42,7 @@ class TorchCheckpointIO(CheckpointIO):
                 " (its configuration files or the store's environment variables), or pass a `CheckpointIO` plugin of"
                 " your own that makes use of them."
             )
-        log.debug(f"Saving checkpoint: {location.display(location.locate(path))}")
+        log.debug(f"torch.save to {location.display(location.locate(path))}")
         save_file(checkpoint, path)
 
     @override
@@ -61,11 +62,9 @@ class TorchCheckpointIO(CheckpointIO):
 
         Raises:
             FileNotFoundError: There is no checkpoint at ``path``.
+            IsADirectoryError: There is a folder, such as a sharded checkpoint.
         """
-        place = location.locate(path)
-        if not location.exists(place):
-            raise FileNotFoundError(f"Checkpoint file not found: {location.display(place)}")
-        checkpoint: dict[str, Any] = _load(place, map_location=map_location, weights_only=weights_only)
+        checkpoint: dict[str, Any] = _load(existing_file(path), map_location=map_location, weights_only=weights_only)
         return checkpoint
 
     @override
@@ -77,4 +76,4 @@ class TorchCheckpointIO(CheckpointIO):
         """
         place = location.locate(path)
         remove(place)
-        log.debug(f"Removed checkpoint: {location.display(place)}")
+        log.debug(f"Nothing is left at {location.display(place)}")
