@@ -90,6 +90,7 @@ def main(url: str, folder: Path) -> dict[str, Any]:
 
     seen["weights only"] = failure(lambda: fabric.load(f"{url}/odd", weights_only=True))[0]
     seen["not weights only"] = sorted(fabric.load(f"{url}/odd", weights_only=False))
+    seen["over http"] = sorted(fabric.load(f"{os.environ['AWS_ENDPOINT_URL']}/{url.partition('://')[2]}/over_http"))
     began = time.monotonic()
     seen["missing"] = failure(lambda: fabric.load(f"{url}/missing"))
     seen["refused"] = failure(lambda: fabric.load(f"{url}/refused"))

@@ -38,9 +38,11 @@ class Outcome:
         keys = ("resumed", "loaded", "loaded_again", "refused", "mixed", "out_of_reach", "two_machines", "alone")
         for key in (*keys, "plugin", "single", "folder/meta.pt"):
             bucket.put(key, (folder / "local").read_bytes())
-        for key, content in {"raw": model.layer.state_dict(), "odd": {"odd": Fraction(1, 3)}}.items():
+        odd = {"odd": Fraction(1, 3)}  # which weights_only does not let through
+        for key, content in {"raw": model.layer.state_dict(), "odd": odd, "over_http": odd}.items():
             torch.save(content, folder / key)
             bucket.put(key, (folder / key).read_bytes())
+        bucket.server.client.put_object_acl(Bucket=bucket.name, Key="over_http", ACL="public-read")
         self.shm = sorted(os.listdir("/dev/shm"))
         with bucket.refusing(lambda method, path: 403 if "refused" in path else None):
             self.ranks = self.run(folder)
@@ -101,6 +103,8 @@ def test_ranks_load_one_download_into_memory_of_their_own(outcome: Outcome) -> N
 def test_weights_only_is_heeded(outcome: Outcome) -> None:
     assert outcome.seen("weights only") == "UnpicklingError"
     assert outcome.seen("not weights only") == ["odd"]
+    assert outcome.seen("over http") == ["odd"]  # for such URLs, Lightning's default is not to
+    assert outcome.downloads("over_http") == 1
 
 
 def test_all_ranks_raise_what_kept_the_file_from_being_downloaded(outcome: Outcome) -> None:
