@@ -5,12 +5,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WHEELS := build/wheels
+BENCH := build/bench
 
 # A stamp's name holds a checksum of what the step depends on: a second run takes no time, whatever a checkout did to
 # the files' times, and an interrupted step, which leaves no stamp, is done again.
 checksum = $(firstword $(shell find $(1) -type f ! -name '*.pyc' | LC_ALL=C sort | xargs cksum | cksum))
 TOOLS_STAMP := $(VENV)/tools-$(call checksum,requirements)
 FORK_STAMP := $(VENV)/fork-$(call checksum,requirements src patches build_backend setup.py NOTICE)
+STOCK_STAMPS := $(foreach pins,upstream stock-2.6.4,$(BENCH)/$(pins)/stock-$(call checksum,requirements))
+PLOT_STAMP := $(BENCH)/plot/plot-$(call checksum,requirements/plot.txt)
 
 # Lightning is a package that is installed, and so are our modules inside it: mypy finds them by name.
 OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' | LC_ALL=C sort)
@@ -31,8 +34,12 @@ lint: setup
 demo: setup
 	$(BIN)/python demo/run.py
 
-bench: setup
-	$(BIN)/python benchmarks/import_time.py
+# Ours in .venv, beside stock releases in environments of their own; takes about fifteen minutes.
+bench: setup $(STOCK_STAMPS) $(PLOT_STAMP)
+	$(BIN)/python benchmarks/run.py --results $(BENCH)/results.json \
+	  --beside $(BENCH)/stock-2.6.4/bin/python --beside $(BENCH)/upstream/bin/python
+	$(BIN)/python benchmarks/report.py $(BENCH)/results.json docs/benchmarks.md
+	$(BENCH)/plot/bin/python benchmarks/plot.py $(BENCH)/results.json docs/benchmarks.svg
 
 # Both distributions in .venv from linked sources, until a change of the sources makes `make setup` install wheels again.
 dev: setup
@@ -64,4 +71,18 @@ $(FORK_STAMP): $(TOOLS_STAMP)
 	PACKAGE_NAME=pytorch $(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(WHEELS) .
 	$(BIN)/python -m pip uninstall --quiet --yes lightning pytorch-lightning
 	$(BIN)/python -m pip install --quiet $(WHEELS)/*.whl
+	touch $@
+
+# A stock release, named by the file of its pins. Its own wheels by hash; all else in the version that .venv has.
+$(STOCK_STAMPS): $(BENCH)/%/stock-$(call checksum,requirements): $(TOOLS_STAMP) | $(FORK_STAMP)
+	$(PYTHON) -m venv --clear $(BENCH)/$*
+	$(BIN)/python -m pip freeze --exclude lightning --exclude pytorch-lightning > $(BENCH)/$*/versions.txt
+	$(BENCH)/$*/bin/python -m pip install --quiet --no-deps --require-hashes --requirement requirements/$*.txt
+	$(BENCH)/$*/bin/python -m pip install --quiet --constraint $(BENCH)/$*/versions.txt \
+	  --requirement requirements/bench.txt lightning pytorch-lightning
+	touch $@
+
+$(PLOT_STAMP):
+	$(PYTHON) -m venv --clear $(BENCH)/plot
+	$(BENCH)/plot/bin/python -m pip install --quiet --requirement requirements/plot.txt
 	touch $@

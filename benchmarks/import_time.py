@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from build_backend.distribution import LIGHTNING, PYTORCH_LIGHTNING
 from build_backend.upstream import read_pin, read_pristine_wheel
 
+STOCK_VERSION = read_pin(LIGHTNING).version
+
 
 def cpu_seconds(module: str, folder: Path) -> float:
     """CPU time of a fresh interpreter that imports ``module`` from ``folder``."""
@@ -43,26 +45,30 @@ def lay_out(folder: Path) -> dict[str, Path]:
     return folders
 
 
+def measure(module: str, runs: int) -> dict[str, list[float]]:
+    """CPU seconds of each run of both, in turn, so that what else the machine does meets both alike."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = lay_out(Path(temporary))
+        times: dict[str, list[float]] = {name: [] for name in folders}
+        for run in range(runs + 1):
+            for name, folder in folders.items():
+                seconds = cpu_seconds(module, folder)
+                times[name] += [seconds] if run else []  # the first writes the bytecode
+    return times
+
+
 def main() -> None:
-    """Measures both in turn, so that what else the machine does meets both alike."""
+    """Prints what both take."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=15, help="measured runs of each (default: 15)")
     runs = parser.parse_args().runs
-    with tempfile.TemporaryDirectory() as temporary:
-        folders = lay_out(Path(temporary))
-        print(f"CPU seconds of an import, median and minimum of {runs} runs each, in turn, after one unmeasured run")
-        for module in ("lightning", "pytorch_lightning"):
-            times: dict[str, list[float]] = {name: [] for name in folders}
-            for run in range(runs + 1):
-                for name, folder in folders.items():
-                    seconds = cpu_seconds(module, folder)
-                    times[name] += [seconds] if run else []  # the first writes the bytecode
-            middle = {name: statistics.median(values) for name, values in times.items()}
-            for name, values in times.items():
-                print(f"{module:18} {name:6} median {middle[name]:.3f}  minimum {min(values):.3f}")
-            print(
-                f"{module:18} ours/stock {middle['ours'] / middle['stock']:.3f} (stock {read_pin(LIGHTNING).version})"
-            )
+    print(f"CPU seconds of an import, median and minimum of {runs} runs each, in turn, after one unmeasured run")
+    for module in ("lightning", "pytorch_lightning"):
+        times = measure(module, runs)
+        middle = {name: statistics.median(values) for name, values in times.items()}
+        for name, values in times.items():
+            print(f"{module:18} {name:6} median {middle[name]:.3f}  minimum {min(values):.3f}")
+        print(f"{module:18} ours/stock {middle['ours'] / middle['stock']:.3f} (stock {STOCK_VERSION})")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""Draws what ``run.py`` measured: ``python benchmarks/plot.py RESULTS PICTURE``. Needs matplotlib."""
+
+import json
+import statistics
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from report import OURS, ROWS, Row, number, size, values
+
+COLUMNS = 5
+COLOURS = ("#b8b8b8", "#8a8a8a", "#1f6fb4")
+PANELS = {
+    ("save", "wall_s"): "Save of {size} to S3, wall time",
+    ("save", "cpu_s"): "Save of {size} to S3, processor time",
+    ("signed", "cpu_s"): "Save of {size} to S3, signed, processor time",
+    ("save", "memory_mib"): "Save of {size} to S3, extra memory",
+    ("large", "memory_mib"): "Save of {large} to S3, extra memory",
+    ("hold_up", "longest_ms"): "Longest delay of a thread while another saves",
+    ("load", "wall_s"): "Restore of {size} over a slow link, wall time",
+    ("resume", "step_mib"): "Restored state, extra memory at the first step",
+    ("fit", "requests"): "Requests of a fit of {epochs} epochs",
+    ("local", "durable_s"): "Save of {size} to a local disk, wall time",
+}
+
+
+def draw_panel(axes: Axes, results: dict[str, Any], row: Row, title: str) -> None:
+    """One bar for each release: the median, with a line from the least to the greatest."""
+    releases = list(results["versions"])
+    for position, release in enumerate(releases):
+        found = values(results, row, release)
+        if not found:
+            axes.text(position, 0, "not\nmeasured", ha="center", va="bottom", fontsize=7)
+            continue
+        middle = statistics.median(found)
+        spread = [[middle - min(found)], [max(found) - middle]]
+        colour = COLOURS[-1] if release == OURS else COLOURS[position]
+        axes.bar(position, middle, yerr=spread, width=0.7, color=colour, ecolor="#404040", capsize=3)
+        axes.annotate(
+            number(middle), (position, max(found)), (0, 3), textcoords="offset points", ha="center", fontsize=8
+        )
+    axes.set_xticks(range(len(releases)), [release.replace(" ", "\n") for release in releases], fontsize=8)
+    axes.set_xlim(-0.6, len(releases) - 0.4)
+    axes.set_title("\n".join(textwrap.wrap(title, 26)), fontsize=9)
+    axes.set_ylabel(row.unit, fontsize=8)
+    axes.tick_params(axis="y", labelsize=7)
+    axes.margins(y=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def main(results: Path, picture: Path) -> None:
+    """Draws all panels whose figure was measured."""
+    measured = json.loads(results.read_text())
+    sizes = measured["sizes"]
+    rows = {(row.figure, row.key): row for row in ROWS}
+    panels = {rows[place]: title for place, title in PANELS.items() if place[0] in measured["figures"]}
+    height = -(-len(panels) // COLUMNS)
+    mpl.rcParams["svg.hashsalt"] = "benchmarks"  # the same numbers give the same file
+    mpl.rcParams["svg.fonttype"] = "none"  # text, not its outlines
+    figure = Figure(figsize=(12, 3.2 * height), layout="constrained")
+    grid = figure.subplots(height, COLUMNS, squeeze=False)
+    for (row, title), axes in zip(panels.items(), grid.flat, strict=False):
+        titled = title.format(size=size(sizes["mib"]), large=size(sizes["large_mib"]), **sizes)
+        draw_panel(axes, measured, row, titled)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    figure.savefig(picture, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

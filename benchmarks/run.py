@@ -1,0 +1,295 @@
+"""Measures checkpoints of this Lightning beside those of other releases, on one machine and in turn.
+
+Run it with ``make bench``, or ``.venv/bin/python benchmarks/run.py --results FILE``, which measures what is installed
+in ``.venv`` alone. Every figure goes through Lightning's public interface (see ``client.py``), to a server that is no
+bottleneck (see ``object_server.py``). The results are raw numbers of every run, for ``report.py`` and ``plot.py``.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import import_time
+
+HERE = Path(__file__).resolve().parent
+MIB = 1 << 20
+OURS = "ours"
+IMPORT = "import"
+#: Has s3fs send bodies as they are: without TLS it would sign them (SHA-256), and compute another checksum (CRC).
+UNSIGNED = {
+    "s3": {"payload_signing_enabled": False},
+    "request_checksum_calculation": "when_required",
+    "response_checksum_validation": "when_required",
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    mib: int = 1024
+    tensor_mib: int = 64
+    large_mib: int = 4096
+    latency_ms: int = 20
+    megabytes_per_s: int = 100
+    epochs: int = 3
+    runs: int = 5
+    memory_runs: int = 2
+
+
+QUICK = Sizes(mib=24, tensor_mib=8, large_mib=48, runs=1, memory_runs=1)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measurement of ``client.py``, and what it needs.
+
+    Attributes:
+        measure: Which one.
+        place: The checkpoint's path; in ``{run}`` goes what is different in each run.
+        arguments: More of its arguments.
+        runs: How often each release is measured.
+        signed: Whether bodies are signed.
+        link: Options of the server.
+        prepare: The measurement that makes the object which this one loads.
+    """
+
+    measure: str
+    place: str
+    arguments: dict[str, int]
+    runs: int
+    signed: bool = False
+    link: tuple[str, ...] = ()
+    prepare: str = ""
+
+
+def figures(sizes: Sizes) -> dict[str, Figure]:
+    """All figures but that of the import, by name."""
+    tensors = {"mib": sizes.mib, "tensor_mib": sizes.tensor_mib}
+    large = {"mib": sizes.large_mib, "tensor_mib": sizes.tensor_mib}
+    link = ("--latency-ms", str(sizes.latency_ms), "--megabytes-per-s", str(sizes.megabytes_per_s))
+    runs, few = sizes.runs, sizes.memory_runs
+    return {
+        "save": Figure("save", "s3://sink/x.ckpt", tensors, runs),
+        "signed": Figure("save", "s3://sink/x.ckpt", tensors, runs, signed=True),
+        "large": Figure("save", "s3://sink/x.ckpt", large, few),
+        "hold_up": Figure("hold_up", "s3://sink/x.ckpt", tensors, runs),
+        "load": Figure("load", "s3://store/x.ckpt", tensors, runs, link=link, prepare="save"),
+        "resume": Figure("resume", "s3://store/x.ckpt", {"mib": sizes.mib}, few, prepare="save_training"),
+        "fit": Figure("fit", "s3://store/{run}", {"epochs": sizes.epochs}, few),
+        "local": Figure("save_local", "checkpoints/x.ckpt", tensors, runs),
+    }
+
+
+class Server:
+    """A running ``object_server.py``."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        self._address = ("127.0.0.1", int(process.stdout.readline()))
+        self.endpoint = "http://{}:{}".format(*self._address)
+
+    def ask(self, method: str, what: str) -> dict[str, Any]:
+        connection = HTTPConnection(*self._address)
+        connection.request(method, f"/-/{what}")
+        answer: dict[str, Any] = json.loads(connection.getresponse().read())
+        connection.close()
+        return answer
+
+
+@contextmanager
+def serving(options: tuple[str, ...] = ()) -> Iterator[Server]:
+    command = [sys.executable, str(HERE / "object_server.py"), *options]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Server(process)  # leaving closes its standard input, which ends it
+
+
+@dataclass
+class Client:
+    """A running ``client.py`` in the environment of a release."""
+
+    process: "subprocess.Popen[str]"
+    errors: Path
+    versions: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = self._answer()
+
+    def ask(self, server: Server, figure: Figure, measure: str, url: str) -> dict[str, Any]:
+        """Asks for a measurement, and adds what the server saw of it."""
+        s3: dict[str, Any] = {"endpoint_url": server.endpoint, "key": "key", "secret": "secret"}
+        s3["client_kwargs"] = {"region_name": "us-east-1"}
+        if not figure.signed:
+            s3["config_kwargs"] = UNSIGNED
+        self._say(json.dumps({"measure": measure, "arguments": {"url": url, **figure.arguments}, "s3": s3}))
+        while (answer := self._answer()) == "ready":
+            server.ask("POST", "reset")
+            self._say("")
+        return {**answer, **traffic(server.ask("GET", "log"))}
+
+    def _say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a client failed:\n{self.errors.read_text()[-5000:]}")
+        return json.loads(line)
+
+
+@contextmanager
+def client(python: Path, folder: Path) -> Iterator[Client]:
+    """Starts a client that knows of no store but the one it is told of."""
+    strangers = ("AWS_", "FSSPEC_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(strangers)}
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        environment[name] = "does-not-exist"
+    environment["NO_PROXY"] = "127.0.0.1"
+    folder.mkdir()
+    errors = folder / "errors.txt"
+    with (
+        errors.open("w") as log,
+        subprocess.Popen(
+            [python, HERE / "client.py"], cwd=folder, env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+        ) as process,
+    ):  # fmt: skip
+        yield Client(process, errors)
+
+
+def measure(figure: Figure, clients: dict[str, Client]) -> dict[str, list[dict[str, Any]]]:
+    """Measures a figure with every client in turn, so that what else the machine does meets all alike."""
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in clients}
+    with serving(figure.link) as server:
+        if figure.prepare:
+            next(iter(clients.values())).ask(server, figure, figure.prepare, figure.place)
+        for run in range(figure.runs):
+            for name, one in clients.items():
+                result = one.ask(server, figure, figure.measure, figure.place.format(run=f"{name}-{run}"))
+                if figure.measure == "save" and result["bytes"] < figure.arguments["mib"] * MIB:
+                    raise RuntimeError(f"{name} sent less than it saved: {result}")
+                results[name].append(result)
+    return results
+
+
+def traffic(log: dict[str, Any]) -> dict[str, Any]:
+    """What the server saw of a measurement."""
+    requests = log["requests"]
+    sent = [request for request in requests if request["method"] == "PUT"]
+    return {
+        "server_cpu_s": log["cpu_s"],
+        "link_s": log["link_s"],
+        "requests": len(requests),
+        "methods": dict(Counter(request["method"] for request in requests)),
+        "connections": len({request["connection"] for request in requests}),
+        "bytes": sum(request["bytes"] for request in sent),
+        "clients": sorted({request["client"].split(" ")[0] for request in requests}),
+        "payloads": sorted({request["payload"] for request in sent}),
+    }
+
+
+def available_mib() -> int:
+    """Memory that can be used without swapping."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) // 1024
+
+
+def with_room(clients: dict[str, Client], sizes: Sizes) -> dict[str, Client]:
+    """Those whose large save fits into memory, judged by what a small one takes."""
+    small = sizes.large_mib // 16
+    probe = Figure("save", "s3://sink/x.ckpt", {"mib": small, "tensor_mib": min(sizes.tensor_mib, small)}, runs=1)
+    fitting = {}
+    for name, one in clients.items():
+        taken = measure(probe, {name: one})[name][0]["memory_mib"]
+        needed = int(sizes.large_mib * (1.1 + taken / small))
+        if needed < available_mib():
+            fitting[name] = one
+        else:
+            say(
+                f"  {name} is left out: it would need about {needed} MiB of memory, and {available_mib()} are available"
+            )
+    return fitting
+
+
+def describe_machine() -> dict[str, Any]:
+    return {
+        "system": f"{platform.system()} on {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "python": platform.python_version(),
+    }
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--results", type=Path, required=True, metavar="FILE", help="where to write them, as JSON")
+    other = "the interpreter of an environment with another release; can be given more than once"
+    parser.add_argument("--beside", type=Path, action="append", default=[], metavar="PYTHON", help=other)
+    parser.add_argument("--runs", type=int, default=Sizes.runs, help="runs of each timing (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="one run with small sizes, to see whether all works")
+    names = [*figures(QUICK), IMPORT]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="these figures (default: all)")
+    return parser.parse_args()
+
+
+def measure_all(sizes: Sizes, names: list[str], clients: dict[str, Client]) -> dict[str, Any]:
+    """The figures of those names."""
+    measured: dict[str, Any] = {}
+    for name, figure in figures(sizes).items():
+        if name in names:
+            say(f"{name} ({figure.runs} runs of each)")
+            measured[name] = measure(figure, with_room(clients, sizes) if name == "large" else clients)
+    if IMPORT in names:
+        say(f"{IMPORT} ({sizes.runs} runs of each)")
+        times = import_time.measure("lightning", sizes.runs)
+        measured[IMPORT] = {
+            release: [{"cpu_s": seconds} for seconds in times[place]]
+            for place, release in (("stock", f"stock {import_time.STOCK_VERSION}"), ("ours", OURS))
+        }
+    return measured
+
+
+def main() -> None:
+    """Measures, and writes the results as JSON."""
+    options = parse_arguments()
+    if sys.platform != "linux":
+        sys.exit("The benchmarks read /proc: run them on Linux.")
+    sizes = QUICK if options.quick else Sizes(runs=options.runs)
+    started = time.monotonic()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.results.parent)))
+        clients = {}
+        for number, python in enumerate([*options.beside, Path(sys.executable)]):
+            one = stack.enter_context(client(python.absolute(), folder / str(number)))
+            clients[f"stock {one.versions['lightning']}" if number < len(options.beside) else OURS] = one
+        results = {
+            "sizes": vars(sizes),
+            "machine": describe_machine(),
+            "versions": {name: one.versions for name, one in clients.items()},
+            "figures": measure_all(sizes, options.only, clients),
+        }
+    options.results.write_text(json.dumps(results, indent=1))
+    say(f"done in {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
