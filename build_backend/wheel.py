@@ -15,6 +15,7 @@ from build_backend.upstream import read_pin
 
 CLOUD_REQUIREMENTS = ROOT / "requirements" / "cloud.txt"
 CLOUD_CLIENTS = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
+CLOUD_ENGINE = "obstore"
 # The earliest time that a zip archive can hold.
 _EARLIEST = 315532800
 
@@ -61,7 +62,7 @@ def _extras() -> list[str]:
     extras = []
     for extra, names in clients.items():
         extras.append(f"Provides-Extra: {extra}")
-        extras += [f'Requires-Dist: {requirements[name]}; extra == "{extra}"' for name in names]
+        extras += [f'Requires-Dist: {requirements[name]}; extra == "{extra}"' for name in [*names, CLOUD_ENGINE]]
     return extras
 
 

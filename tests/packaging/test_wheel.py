@@ -22,14 +22,18 @@ from tests.packaging.tools import ROOT, VERSION, Run, build, contents, dist_info
 EXTRAS = """\
 Provides-Extra: s3
 Requires-Dist: s3fs>=2024.6.0; extra == "s3"
+Requires-Dist: obstore>=0.11.0; extra == "s3"
 Provides-Extra: gcs
 Requires-Dist: gcsfs>=2024.6.0; extra == "gcs"
+Requires-Dist: obstore>=0.11.0; extra == "gcs"
 Provides-Extra: azure
 Requires-Dist: adlfs>=2024.7.0; extra == "azure"
+Requires-Dist: obstore>=0.11.0; extra == "azure"
 Provides-Extra: cloud
 Requires-Dist: s3fs>=2024.6.0; extra == "cloud"
 Requires-Dist: gcsfs>=2024.6.0; extra == "cloud"
 Requires-Dist: adlfs>=2024.7.0; extra == "cloud"
+Requires-Dist: obstore>=0.11.0; extra == "cloud"
 """.splitlines()
 
 both = pytest.mark.parametrize("name", PACKAGE_NAMES)

@@ -1,0 +1,184 @@
+"""S3FileSystem of s3fs."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+
+from aiobotocore.httpsession import AIOHTTPSession
+from botocore.credentials import RefreshableCredentials
+from botocore.exceptions import BotoCoreError, ClientError
+from botocore.httpsession import get_cert_path
+from fsspec.asyn import sync
+from s3fs import S3FileSystem
+
+from lightning.fabric.storage.transport.stores import common
+from lightning.fabric.storage.transport.stores.common import NotNative, check_options
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+#: What the client has made of these is asked for below; the others make no difference to transfers without s3fs.
+_OPTIONS = {
+    *("anon", "endpoint_url", "key", "secret", "token", "username", "password", "use_ssl", "profile", "cache_regions"),
+    *("client_kwargs", "config_kwargs", "s3_additional_kwargs", "requester_pays"),
+    *("default_block_size", "default_fill_cache", "default_cache_type", "max_concurrency"),
+}
+_OPTIONS_IF_UNSET = {"asynchronous", "session", "version_aware", "fixed_upload_size", "local_expiry_check"}
+_CLIENT_OPTIONS = {
+    *("region_name", "endpoint_url", "aws_access_key_id", "aws_secret_access_key", "aws_session_token"),
+    *("use_ssl", "verify"),
+}
+_CONFIG_OPTIONS = {
+    *("region_name", "signature_version", "s3", "proxies", "connect_timeout", "read_timeout"),
+    *("use_dualstack_endpoint", "use_fips_endpoint", "ignore_configured_endpoint_urls"),
+    *("retries", "max_pool_connections", "tcp_keepalive", "parameter_validation"),
+    *("request_checksum_calculation", "response_checksum_validation"),
+}
+_CONFIG_OPTIONS_IF_UNSET = {"client_cert", "proxies_config", "connector_args"}
+_S3_CONFIG_OPTIONS = {
+    *("addressing_style", "payload_signing_enabled", "us_east_1_regional_endpoint"),
+    *("use_accelerate_endpoint", "use_dualstack_endpoint", "use_arn_region"),
+}
+#: s3fs's name of an option of requests, and obstore's.
+_ENCRYPTION = {
+    "ServerSideEncryption": "server_side_encryption",
+    "SSEKMSKeyId": "sse_kms_key_id",
+    "BucketKeyEnabled": "sse_bucket_key_enabled",
+}
+_KINDS_OF_ENCRYPTION = {"AES256", "aws:kms", "aws:kms:dsse"}
+#: Variables that only a value of the store's own can override, and the key of that.
+_VARIABLES = {
+    "AWS_SERVER_SIDE_ENCRYPTION": "server_side_encryption",
+    "AWS_SSE_KMS_KEY_ID": "sse_kms_key_id",
+    "AWS_SSE_BUCKET_KEY_ENABLED": "sse_bucket_key_enabled",
+    "AWS_SSE_CUSTOMER_KEY_BASE64": "sse_customer_key_base64",
+    "AWS_CHECKSUM_ALGORITHM": "checksum_algorithm",
+}
+
+
+class _Target(NamedTuple):
+    """Where the client would send a request, and how."""
+
+    client: Any
+    url: str
+    region: str
+    signed: bool
+
+
+def connection(fs: S3FileSystem) -> Any:
+    """What stores are made from. A file system that connects again needs new ones."""
+    return fs._s3
+
+
+def make_store(fs: S3FileSystem, bucket: str, reading: bool) -> "S3Store":
+    """The store of ``bucket``.
+
+    Raises:
+        NotNative: obstore cannot express how ``fs`` is set.
+    """
+    from obstore.store import S3Store
+
+    check_options(fs.storage_options, _OPTIONS, _OPTIONS_IF_UNSET)
+    check_options(fs.client_kwargs, _CLIENT_OPTIONS)
+    check_options(fs.config_kwargs, _CONFIG_OPTIONS, _CONFIG_OPTIONS_IF_UNSET)
+    check_options(fs.config_kwargs.get("s3") or {}, _S3_CONFIG_OPTIONS)
+    check_options(fs.s3_additional_kwargs, {*_ENCRYPTION, "RequestPayer"})
+    try:
+        target = sync(fs.loop, _resolve, fs, bucket)
+        config = _config(fs, bucket, target)
+        client_options = _client_options(fs, target, reading)
+        credentials = _credentials(target.client, fs.loop) if target.signed else None
+    except AttributeError as error:  # there is no public way to ask
+        raise NotNative(f"the release of aiobotocore is not known ({error})") from error
+    common.check_environment(_VARIABLES, config)
+    return common.build(S3Store, config, client_options, credentials)
+
+
+async def _resolve(fs: S3FileSystem, bucket: str) -> _Target:
+    """Asks the client itself, whose answer holds all that is in options, environment and files."""
+    await fs.set_session()
+    client = await fs.get_s3(bucket)
+    context: dict[str, Any] = {"client_region": client.meta.region_name, "client_config": client.meta.config}
+    operation = client.meta.service_model.operation_model("PutObject")
+    try:
+        if (urlsplit(client.meta.endpoint_url).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn")):
+            await _learn_region(client, bucket)
+        url, headers, _ = await client._resolve_endpoint_ruleset(operation, {"Bucket": bucket, "Key": "x"}, context)
+    except BotoCoreError as error:
+        raise NotNative(f"the client does not reach the bucket ({type(error).__name__})") from error
+    if headers or context["auth_type"] not in ("v4", "s3v4", "none"):
+        raise NotNative(f"obstore does not sign requests as the client does ({context['auth_type']})")
+    region = context.get("signing", {}).get("region", client.meta.region_name)
+    return _Target(client, url, region, context["auth_type"] != "none")
+
+
+async def _learn_region(client: Any, bucket: str) -> None:
+    """Lets the client find out if the bucket is in another region than the client, which obstore could not follow."""
+    with suppress(ClientError):  # that it may not do this is no matter: the redirection comes first
+        await client.head_bucket(Bucket=bucket)
+
+
+def _config(fs: S3FileSystem, bucket: str, target: _Target) -> dict[str, Any]:
+    in_path = target.url.endswith(f"/{bucket}")
+    endpoint = target.url[: -len(bucket) - 1] if in_path else target.url
+    sign_payload = (target.client.meta.config.s3 or {}).get("payload_signing_enabled")
+    requests = {**fs.s3_additional_kwargs, **fs.req_kw}
+    encryption = {_ENCRYPTION[name]: value for name, value in requests.items() if name in _ENCRYPTION}
+    if encryption and encryption.get("server_side_encryption") not in _KINDS_OF_ENCRYPTION:
+        raise NotNative("obstore has no equivalent of that `ServerSideEncryption`")
+    return {
+        "bucket": bucket,
+        "endpoint": endpoint,
+        "aws_endpoint_url_s3": endpoint,
+        "region": target.region,
+        "virtual_hosted_style_request": not in_path,
+        "skip_signature": not target.signed,
+        "unsigned_payload": endpoint.startswith("https:") if sign_payload is None else not sign_payload,
+        "request_payer": requests.get("RequestPayer") == "requester",
+        "s3_express": False,
+        "conditional_put": "etag",
+        "disable_tagging": False,
+        **encryption,
+    }
+
+
+def _client_options(fs: S3FileSystem, target: _Target, reading: bool) -> dict[str, Any]:
+    session = target.client._endpoint.http_session
+    if not isinstance(session, AIOHTTPSession):
+        raise NotNative("obstore has no equivalent of the option `http_session_cls`")
+
+    def seconds(option: str, at_least: float) -> float | None:
+        value: float | None = getattr(target.client.meta.config, option)
+        return value if value is None or option in fs.config_kwargs else max(value, at_least)
+
+    options = common.client_options(
+        target.url,
+        reading,
+        proxy=session._proxy_config.proxy_url_for(target.url),
+        certificates=get_cert_path(session._verify) if session._verify else None,
+        connect_s=seconds("connect_timeout", common.CONNECT_TIMEOUT_S),
+        read_s=seconds("read_timeout", common.READ_TIMEOUT_S),
+    )
+    return options if session._verify else {**options, "allow_invalid_certificates": True}
+
+
+def _credentials(client: Any, loop: asyncio.AbstractEventLoop) -> Callable[[], Any]:
+    """A provider that asks the client's own credentials, which know when to refresh themselves."""
+    credentials = client._request_signer._credentials
+    if credentials is None:
+        raise NotNative("the client has found no credentials")
+    lasting = not isinstance(credentials, RefreshableCredentials)
+
+    def provide() -> dict[str, Any]:
+        asked = asyncio.run_coroutine_threadsafe(credentials.get_frozen_credentials(), loop)
+        frozen = asked.result(common.CREDENTIALS_TIMEOUT_S)
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": None if lasting else common.recheck_time(),
+        }
+
+    return provide
