@@ -52,3 +52,13 @@ def ftp(tmp_path: Path) -> Iterator[str]:
     with ftp_server(root) as url:
         yield url
     FTPFileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails is not tried again for minutes."""
+    retry = pytest.importorskip("lightning.fabric.storage.transport.retry")
+    monkeypatch.setattr(retry, "DEADLINE_S", 0.5)
+    common = pytest.importorskip("lightning.fabric.storage.transport.stores.common")
+    monkeypatch.setattr(common, "RETRY_DEADLINE_S", 0.5)
+    s3fs.S3FileSystem.clear_instance_cache()

@@ -161,12 +161,19 @@ def test_a_checkpoint_plugin_of_someone_else_is_called_as_ever(name: str, tmp_pa
     ]
 
 
-@pytest.mark.parametrize("name", ["lightning.fabric", "lightning_fabric"])
-def test_the_default_plugin_takes_no_storage_options_and_says_what_to_do(name: str, tmp_path: Path) -> None:
-    plugin = importlib.import_module(f"{name}.plugins").TorchCheckpointIO()
-    with pytest.raises(TypeError, match="Configure the file system through fsspec"):
-        plugin.save_checkpoint({}, tmp_path / "x", storage_options={"anon": True})
-    with pytest.raises(FileNotFoundError, match=r"x\.ckpt"):
-        plugin.load_checkpoint(tmp_path / "x.ckpt")
-    plugin.remove_checkpoint(tmp_path / "x.ckpt")
-    assert inspect.signature(plugin.load_checkpoint).parameters.keys() == {"path", "map_location", "weights_only"}
+@pytest.mark.parametrize("name", PACKAGES)
+def test_storage_options_of_a_save_reach_the_store(
+    name: str, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pl = importlib.import_module(name)
+    trainer = make_trainer(pl, str(tmp_path), max_epochs=1)
+    trainer.fit(make_model(pl))
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    options = {"endpoint_url": bucket.server.endpoint}
+    trainer.save_checkpoint(f"{bucket.url}/x.ckpt", storage_options=options)
+    assert bucket.names() == ["x.ckpt"]
+    plugin = trainer.strategy.checkpoint_io
+    assert plugin.load_checkpoint(f"{bucket.url}/x.ckpt", storage_options=options)["epoch"] == 1
+    assert list(inspect.signature(plugin.load_checkpoint).parameters)[:3] == ["path", "map_location", "weights_only"]
+    plugin.remove_checkpoint(f"{bucket.url}/x.ckpt", storage_options=options)
+    assert bucket.names() == []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning.fabric.storage.load import load_file
-from lightning.fabric.storage.location import Location, display, is_file, is_folder, join, locate, shares_names
+from lightning.fabric.storage.location import Location, beside, display, is_file, is_folder, join, locate, shares_names
 from lightning.fabric.storage.namespace import make_folder, remove_file, remove_folder, rename_folder
 from lightning.fabric.storage.save import save_file
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
@@ -201,7 +201,7 @@ def saving_full(location: Location) -> Iterator[None]:
                     f" is still what would be loaded: {display(str(error))}"
                 ) from error
         else:
-            aside = locate(f"{os.fspath(location).rstrip('/')}.{secrets.token_hex(6)}.old")
+            aside = beside(location, f".{secrets.token_hex(6)}.old")
             rename_folder(location, aside)
             try:
                 yield

@@ -6,7 +6,9 @@ A URL never becomes a ``Path``: that would turn ``s3://bucket/x`` into a local f
 import inspect
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fsspec import AbstractFileSystem, available_protocols
 from fsspec.core import url_to_fs
@@ -25,15 +27,45 @@ _SECRETS = (
 )
 
 
-def locate(path: str | os.PathLike[str]) -> Location:
+class Url(str):
+    """A URL that comes with options for fsspec's file system. They are no part of the text, for they hold secrets."""
+
+    options: Mapping[str, Any]
+
+    def __new__(cls, text: str, options: Mapping[str, Any] | None = None) -> "Url":
+        """Joins a text and its options."""
+        url = super().__new__(cls, text)
+        url.options = options or {}
+        return url
+
+
+def locate(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Location:
     """Tells a local path from a URL.
 
     ``file:`` URLs are local paths. A ``Path`` that was made from a URL of another protocol known to fsspec, and lost a
     slash by that, is taken for the URL.
 
+    Args:
+        path: A local path or a URL.
+        options: What fsspec's file system is made with (``endpoint_url``, ``key``, ...), on top of its configuration.
+            They mean nothing to a local path.
+
     Returns:
         A ``Path``, or a URL that fsspec understands.
+
+    Raises:
+        TypeError: ``options`` is not a mapping.
     """
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(
+            "Storage options are a dictionary of what fsspec's file system takes, such as"
+            f" {{'endpoint_url': 'http://127.0.0.1:9000'}}, not {type(options).__name__!r}"
+        )
+    location = _locate(path)
+    return location if options is None or isinstance(location, Path) else Url(location, options)
+
+
+def _locate(path: str | os.PathLike[str]) -> Location:
     text = os.fspath(path)
     mangled = re.match(r"(\w[\w.+-]+):[/\\](?![/\\])", text) if isinstance(path, Path) else None
     if mangled is not None and mangled[1] in set(available_protocols()).difference(_LOCAL_PROTOCOLS):
@@ -57,10 +89,15 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
 
     Other processes write to the store as well, so what the file system remembers about that path is forgotten.
     """
-    fs, path = url_to_fs(url)
+    fs, path = url_to_fs(str(url), **options_of(url))
     for stale in (path, fs._parent(path)):
         fs.invalidate_cache(stale)
     return fs, path
+
+
+def options_of(url: str) -> Mapping[str, Any]:
+    """The options that come with ``url``."""
+    return url.options if isinstance(url, Url) else {}
 
 
 def is_object_store(fs: AbstractFileSystem) -> bool:
@@ -89,7 +126,16 @@ def shares_names(location: Location) -> bool:
 
 def join(location: Location, name: str) -> Location:
     """The place called ``name`` in the folder ``location``."""
-    return location / name if isinstance(location, Path) else f"{location.rstrip('/')}/{name}"
+    return (
+        location / name if isinstance(location, Path) else Url(f"{location.rstrip('/')}/{name}", options_of(location))
+    )
+
+
+def beside(location: Location, suffix: str) -> Location:
+    """The place whose name is that of ``location`` with ``suffix`` at its end."""
+    if isinstance(location, Path):
+        return location.with_name(location.name + suffix)
+    return Url(location.rstrip("/") + suffix, options_of(location))
 
 
 def is_file(location: Location) -> bool:
@@ -142,7 +188,12 @@ def has_folders(fs: AbstractFileSystem) -> bool:
 
 def kind_of(fs: AbstractFileSystem, path: str) -> str:
     """``"file"``, ``"directory"`` or ``"nothing"``; what fsspec's ``exists`` takes for a no is an error here."""
+    return str(info_of(fs, path)["type"])
+
+
+def info_of(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
+    """What the file system says of ``path``; ``"type"`` is as for :func:`kind_of`."""
     try:
-        return str(fs.info(path)["type"])
+        return dict(fs.info(path))
     except (FileNotFoundError, NotADirectoryError):  # the latter below a name that is a file
-        return "nothing"
+        return {"type": "nothing"}

@@ -20,9 +20,9 @@ from typing import IO, Any, NamedTuple, TypeVar, cast
 import torch
 from fsspec.utils import get_protocol
 
-from lightning.fabric.storage.load import existing_file
+from lightning.fabric.storage.load import open_checkpoint
 from lightning.fabric.storage.location import Location, display, locate
-from lightning.fabric.storage.transport import open_reader
+from lightning.fabric.storage.transport.reader import RangedFile
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.types import _PATH
 
@@ -180,13 +180,15 @@ def _fill(copy: IO[bytes], location: Location, offer: _Offer) -> bool:
         False if there can be no copy, and each rank is to download for itself.
     """
     try:
-        with open_reader(existing_file(location)) as source:
+        with open_checkpoint(location) as source:
             memory = _map(copy, source, location)
             if memory is None:
                 return False
             # After an error its traceback may hold a part of the view, which nobody can release then
             view = memoryview(memory)
             _read(source, view)
+            if isinstance(source, RangedFile):
+                source.check()
             view.release()
             memory.close()
         fcntl.fcntl(copy, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)  # which tells that this is all of it

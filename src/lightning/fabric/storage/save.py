@@ -1,24 +1,71 @@
 """Saves one file."""
 
 import os
-from typing import Any
+import pickle
+import threading
+import types
+from collections.abc import Mapping
+from typing import IO, Any
 
 import torch
+from typing_extensions import override
 
 from lightning.fabric.storage.location import locate
+from lightning.fabric.storage.stats import timed
 from lightning.fabric.storage.transport import open_writer
 
 
-def save_file(obj: Any, path: str | os.PathLike[str]) -> None:
+def save_file(obj: Any, path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
     """Saves ``obj`` with :func:`torch.save`, whole or not at all.
 
     Args:
         obj: Anything that ``torch.save`` takes.
         path: A local path or a URL of any fsspec protocol. Missing folders are made.
+        options: As for :func:`~lightning.fabric.storage.location.locate`.
 
     Raises:
         OSError: The file could not be written; what was at ``path`` before is unchanged. The type is a more specific
             one for common reasons, such as ``PermissionError``.
     """
-    with open_writer(locate(path)) as file:
-        torch.save(obj, file)
+    location = locate(path, options)
+    with timed("Saved", location) as transfer:
+        with open_writer(location) as file:
+            _write(obj, file)
+        transfer.size = file.tell()
+
+
+def _write(obj: Any, file: IO[bytes]) -> None:
+    """``torch.save`` to a file of :func:`~lightning.fabric.storage.transport.open_writer`, which learns what comes.
+
+    torch pickles everything before it writes the first byte. The file is told of each tensor's storage as that goes on:
+    it can plan for the size, and need not copy the memory.
+    """
+    outer = getattr(_writing, "announce", None)  # of a save whose pickling leads here
+    _writing.announce = file.announce  # type: ignore[attr-defined]  # it is a Sink
+    try:
+        torch.save(obj, file, pickle_module=_PICKLE)
+    finally:
+        _writing.announce = outer
+
+
+_writing = threading.local()
+
+
+class _Announcing(pickle.Pickler):
+    """Tells of the storages of the tensors it meets."""
+
+    @override
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            try:
+                storage = obj.untyped_storage()
+            except (NotImplementedError, RuntimeError):
+                pass  # a sparse tensor, or a wrapper: its parts are tensors, which come by
+            else:
+                _writing.announce(storage)
+        return NotImplemented
+
+
+#: What ``torch.save`` uses of the module ``pickle``.
+_PICKLE = types.ModuleType("pickle")
+_PICKLE.__dict__.update(vars(pickle), Pickler=_Announcing)

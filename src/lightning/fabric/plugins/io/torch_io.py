@@ -8,10 +8,9 @@ from typing_extensions import override
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.storage import location
-from lightning.fabric.storage.load import existing_file
+from lightning.fabric.storage.load import load_file
 from lightning.fabric.storage.namespace import remove
 from lightning.fabric.storage.save import save_file
-from lightning.fabric.utilities.cloud_io import _load
 from lightning.fabric.utilities.types import _PATH
 
 log = logging.getLogger(__name__)
@@ -24,26 +23,20 @@ class TorchCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
         """Saves ``checkpoint``, whole or not at all.
 
-        On object stores it is uploaded with ``pipe_file``, in concurrent parts where the store's client does that; on
-        other file systems it is written beside ``path`` and renamed. Missing folders are made.
+        To object stores it is uploaded in parts while it is being written; on other file systems it is written beside
+        ``path`` and renamed. Missing folders are made.
 
         Args:
             checkpoint: What to save.
             path: A local path, or a URL.
-            storage_options: Not supported by this plugin.
+            storage_options: A dictionary of options for the fsspec file system of a URL, such as ``endpoint_url``, on
+                top of those that fsspec is configured with. A local path has none.
 
         Raises:
-            TypeError: ``storage_options`` are given.
+            TypeError: ``storage_options`` is not a dictionary.
             OSError: The checkpoint could not be saved. What was at ``path`` before is unchanged.
         """
-        if storage_options is not None:
-            raise TypeError(
-                f"{type(self).__name__} takes no `storage_options`. Configure the file system through fsspec instead"
-                " (its configuration files or the store's environment variables), or pass a `CheckpointIO` plugin of"
-                " your own that makes use of them."
-            )
-        log.debug(f"torch.save to {location.display(location.locate(path))}")
-        save_file(checkpoint, path)
+        save_file(checkpoint, path, storage_options)
 
     @override
     def load_checkpoint(
@@ -51,6 +44,7 @@ class TorchCheckpointIO(CheckpointIO):
         path: _PATH,
         map_location: Callable[..., Any] | None = lambda storage, loc: storage,
         weights_only: bool | None = None,
+        storage_options: Any | None = None,
     ) -> dict[str, Any]:
         """Loads what :meth:`save_checkpoint` saved.
 
@@ -59,21 +53,25 @@ class TorchCheckpointIO(CheckpointIO):
             map_location: As for :func:`torch.load`. By default tensors stay in host memory.
             weights_only: As for :func:`torch.load`: with True, nothing but tensors and plain Python types is unpickled,
                 which is the right choice for a file from someone else.
+            storage_options: As for :meth:`save_checkpoint`.
 
         Raises:
             FileNotFoundError: There is no checkpoint at ``path``.
             IsADirectoryError: There is a folder, such as a sharded checkpoint.
+            OSError: The file could not be read, or was replaced meanwhile.
+            RuntimeError: The file is truncated, or is no checkpoint.
         """
-        checkpoint: dict[str, Any] = _load(existing_file(path), map_location=map_location, weights_only=weights_only)
+        checkpoint: dict[str, Any] = load_file(path, map_location, weights_only, storage_options)
         return checkpoint
 
     @override
-    def remove_checkpoint(self, path: _PATH) -> None:
+    def remove_checkpoint(self, path: _PATH, storage_options: Any | None = None) -> None:
         """Removes a checkpoint, be it a file or the folder of a sharded one, if there is one.
 
         Args:
             path: A local path, or a URL. Taken literally: ``*`` and the like have no meaning in it.
+            storage_options: As for :meth:`save_checkpoint`.
         """
-        place = location.locate(path)
+        place = location.locate(path, storage_options)
         remove(place)
         log.debug(f"Nothing is left at {location.display(place)}")

@@ -1,12 +1,20 @@
-"""The data plane: moves the bytes of one file into a store, or nothing at all, and back."""
+"""The data plane: moves the bytes of one file into a store, or nothing at all, and back.
+
+What goes to S3, GCS or Azure takes obstore's engine if it is installed and can be given the options in force; all else
+goes through the fsspec client of the store.
+"""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, cast
 
-from lightning.fabric.storage.location import Location, display
-from lightning.fabric.storage.transport import fsspec, local
+from lightning.fabric.storage.location import Location, display, filesystem, kind_of
+from lightning.fabric.storage.transport import fsspec, local, obstore, s3
+from lightning.fabric.storage.transport.reader import RangedFile
+from lightning.fabric.storage.transport.retry import attempts_of, retrying
+from lightning.fabric.storage.transport.sink import Sink
+from lightning.fabric.storage.transport.stores import native_store
 
 _KINDS = (
     PermissionError,
@@ -27,17 +35,16 @@ def open_writer(location: Location, streaming: bool = False) -> Iterator[IO[byte
 
     Args:
         location: Where the file is to be. Missing folders are made.
-        streaming: Send the bytes as they come, one part after the other, in bounded memory. By default they are
-            collected and sent at the end with many parts at a time, which is faster.
+        streaming: Never collect the whole file in memory. That matters to stores which can only be given all of an
+            object at once when it is to be fast (GCS and Azure without obstore).
 
     Raises:
         OSError: On leaving the context, if the file could not be written or committed. The message names the file and
             the reason, and the type is the reason's where that is a common kind of ``OSError``.
     """
-    backend = local.open_writer(location) if isinstance(location, Path) else fsspec.open_writer(location, streaming)
     sink = callers = None
     try:
-        with backend as sink:
+        with _writer(location, streaming) as sink:
             try:
                 yield cast(IO[bytes], sink)
             except Exception as error:
@@ -47,23 +54,81 @@ def open_writer(location: Location, streaming: bool = False) -> Iterator[IO[byte
     except Exception as error:
         if error is callers or (sink is None and isinstance(error, (ImportError, ValueError))):
             raise  # an unknown protocol, or a client library that is not installed: fsspec says what to do
-        raise _failure(location, (sink and sink.error) or error) from error
+        cause = (sink and sink.error) or error
+        if not isinstance(cause, Exception):
+            raise cause from None  # an interruption, which torch shows as an error of its own
+        raise _failure("write", location, cause) from error
+
+
+def _writer(location: Location, streaming: bool) -> AbstractContextManager[Sink]:
+    if isinstance(location, Path):
+        return local.open_writer(location)
+    fs, path = filesystem(location)
+    native = native_store(fs, path)
+    if native is not None:
+        return obstore.open_writer(fs, path, *native)
+    if s3.can_write(fs):
+        return s3.open_writer(fs, path)
+    return fsspec.open_writer(fs, path, streaming)
 
 
 def open_reader(location: Location) -> IO[bytes]:
-    """The file at ``location``, to read from and seek in.
+    """The file at ``location``, to read from and seek in: a :class:`RangedFile`, unless it is a local file.
 
     Raises:
         FileNotFoundError: There is no such file.
+        IsADirectoryError: There is a folder.
+        OSError: The store did not answer, or refused. Reads raise it as well, also when the file is not what it was
+            when it was opened.
     """
-    return open(location, "rb") if isinstance(location, Path) else fsspec.open_reader(location)
+    if isinstance(location, Path):
+        return open(location, "rb")
+    fs, path = filesystem(location)
+    native = native_store(fs, path, reading=True)
+    try:
+        source = obstore.Source(*native) if native is not None else fsspec.Source(fs, path)
+    except FileNotFoundError as error:
+        if native is not None and kind_of(fs, path) == "directory":
+            raise IsADirectoryError(f"{display(location)} is a folder") from error
+        raise FileNotFoundError(f"There is no file {display(location)}") from error
+    except IsADirectoryError as error:
+        raise IsADirectoryError(f"{display(location)} is a folder") from error
+    except Exception as error:
+        raise _failure("read", location, error) from error
+    return cast(IO[bytes], RangedFile(_Reads(location, source)))
 
 
-def _failure(location: Location, cause: Exception) -> OSError:
+class _Reads:
+    """What a :class:`RangedFile` reads: a source, whose errors name the file."""
+
+    def __init__(self, location: Location, source: "obstore.Source | fsspec.Source") -> None:
+        self._location = location
+        self._source = source
+        self.size = source.size
+        self.parallel = source.parallel
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        what = f"Reading {len(view)} bytes at {start} of {display(self._location)}"
+        try:
+            retrying(what, lambda: self._source.read_into(start, view))
+        except Exception as error:
+            raise _failure("read", self._location, error) from error
+
+    def check(self) -> None:
+        try:
+            self._source.check()
+        except Exception as error:
+            raise _failure("read", self._location, error) from error
+
+
+def _failure(verb: str, location: Location, cause: BaseException) -> OSError:
     kind: type[OSError] = next((kind for kind in _KINDS if isinstance(cause, kind)), OSError)
     reason = display(str(cause)).rstrip(".")
-    if kind is OSError or not reason:
+    if not isinstance(cause, OSError) or not reason:
         reason = f"{type(cause).__name__}: {reason}"
-    failure = kind(f"Could not write {display(location)}: {reason}. What was there before, if anything, is unchanged.")
+    if attempts_of(cause):
+        reason += f" ({display(attempts_of(cause))})"
+    end = ". What was there before, if anything, is unchanged." if verb == "write" else "."
+    failure = kind(f"Could not {verb} {display(location)}: {reason}{end}")
     failure.errno = getattr(cause, "errno", None)
     return failure

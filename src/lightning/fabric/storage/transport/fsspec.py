@@ -1,56 +1,35 @@
 """Any fsspec file system."""
 
-import asyncio
 import inspect
 import io
 import logging
 import secrets
-import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, cast
+from typing import Any
 
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 from typing_extensions import override
 
-from lightning.fabric.storage.location import display, filesystem, is_object_store, kind_of
+from lightning.fabric.storage.location import display, info_of, is_object_store, kind_of
 from lightning.fabric.storage.namespace import move
+from lightning.fabric.storage.transport.calls import Call
+from lightning.fabric.storage.transport.multipart import part_size, streamed_part_size, warn_of_unfinished
+from lightning.fabric.storage.transport.retry import retrying, retrying_async
 from lightning.fabric.storage.transport.sink import Sink
 
 log = logging.getLogger(__name__)
 
-_MIB = 2**20
-#: S3 and GCS allow 10,000 parts of an object. With 9,000 planned, no rounding comes near that.
-_PLANNED_PARTS = 9_000
-#: s3fs's and gcsfs's own default. Smaller parts mean more requests, larger ones more memory in flight.
-_SMALLEST_PART = 50 * _MIB
 #: adlfs uploads with the blocks of 4 MiB that the Azure client is set to, and a blob has at most 50,000 of them.
-_AZURE_PIPE_LIMIT = 45_000 * 4 * _MIB
-#: How long to wait until a cancelled upload has let go of its connection.
-_CANCELLATION_S = 10
-
-
-def part_size(size: int) -> int:
-    """The size of the parts, in bytes and a multiple of 1 MiB, in which an object of ``size`` bytes is uploaded.
-
-    Any object that S3 and GCS can hold (5 TiB) stays under their limit of 10,000 parts, and each part under 5 GiB.
-    """
-    return max(_SMALLEST_PART, -(-size // (_PLANNED_PARTS * _MIB)) * _MIB)
-
-
-def streamed_part_size(position: int) -> int:
-    """The size of the part that starts at byte ``position`` of an object whose size is known only at its end.
-
-    It starts small and grows with what has been sent, so that 5 TiB fit into 10,000 parts here too.
-    """
-    return part_size(8 * position)
+_AZURE_PIPE_LIMIT = 45_000 * 4 * 2**20
+#: What an object is, as far as file systems tell: if one of these is another, so is the object.
+_IDENTITY = ("size", "ETag", "etag", "generation", "LastModified", "last_modified", "mtime", "modify", "created")
 
 
 @contextmanager
-def open_writer(url: str, streaming: bool) -> Iterator[Sink]:
+def open_writer(fs: AbstractFileSystem, path: str, streaming: bool) -> Iterator[Sink]:
     """See :func:`lightning.fabric.storage.transport.open_writer`."""
-    fs, path = filesystem(url)
     clients = _clients(fs) & {"s3fs", "gcsfs", "adlfs"}
     if clients and not is_object_store(fs):
         raise ImportError(f"This release of {clients.pop()} is too old to save checkpoints with: upgrade it with pip")
@@ -66,7 +45,7 @@ def open_writer(url: str, streaming: bool) -> Iterator[Sink]:
             _clean_up(fs, temporary)
             raise
     elif streaming and clients:  # others cannot take back what a stream has written
-        with _stream(fs, path, _SMALLEST_PART) as file:
+        with _stream(fs, path, part_size(0)) as file:
             yield _GrowingParts(file)
     else:
         buffer = io.BytesIO()
@@ -74,13 +53,73 @@ def open_writer(url: str, streaming: bool) -> Iterator[Sink]:
         _pipe(fs, path, buffer.getvalue())  # getvalue() shares the memory, it does not copy
 
 
-def open_reader(url: str) -> IO[bytes]:
-    """See :func:`lightning.fabric.storage.transport.open_reader`."""
-    fs, path = filesystem(url)
-    try:
-        return cast(IO[bytes], fs.open(path, "rb"))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"There is no file {display(url)}") from error
+class Source:
+    """A file to read ranges of.
+
+    Args:
+        fs: Its file system.
+        path: Its path there.
+    """
+
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
+        self._fs = fs
+        self._path = path
+        self._info = info_of(fs, path)
+        if self._info["type"] != "file":
+            raise (IsADirectoryError if self._info["type"] == "directory" else FileNotFoundError)(path)
+        #: Whether ranges can be read from many threads at a time.
+        self.parallel = isinstance(fs, AsyncFileSystem) and type(fs)._cat_file is not AsyncFileSystem._cat_file
+        self._file: Any = None
+        if "http" in _protocols(fs):
+            # A server that knows no ranges, which many do not tell, sends the whole file when it is asked for one byte
+            data = fs.cat_file(path, start=0, end=1) if self._info.get("size") else fs.cat_file(path)
+            if len(data) != 1 or not self._info.get("size"):
+                self._file, self.parallel = io.BytesIO(data), False
+                self._info["size"] = len(data)
+        elif not self.parallel:
+            self._file = fs.open(path, "rb")
+        self.size = int(self._info["size"])
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fills ``view`` with the bytes from ``start`` on.
+
+        Raises:
+            OSError: Another number of bytes came.
+        """
+        if self.parallel:
+            data = Call(self._fs, self._fs._cat_file(self._path, start=start, end=start + len(view))).result()
+        else:
+            self._file.seek(start)
+            data = _read_whole(self._file, len(view))
+        if len(data) != len(view):
+            raise ConnectionError(f"{len(data)} bytes came instead of {len(view)}")
+        view[:] = data
+
+    def check(self) -> None:
+        """Looks whether the file is still the one that was opened.
+
+        Raises:
+            OSError: It is not.
+        """
+        if isinstance(self._file, io.BytesIO):  # read in one piece
+            return
+        self._fs.invalidate_cache(self._path)
+        self._fs.invalidate_cache(self._fs._parent(self._path))
+        now = info_of(self._fs, self._path)
+        if any(now.get(key) != self._info.get(key) for key in _IDENTITY):
+            raise OSError("it was replaced while it was read: load it again")
+
+
+def _read_whole(file: Any, count: int) -> bytes:
+    parts = []
+    while count > 0 and (part := file.read(count)):
+        parts.append(part)
+        count -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _protocols(fs: AbstractFileSystem) -> tuple[str, ...]:
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
 
 def _pipe(fs: AbstractFileSystem, path: str, data: bytes) -> None:
@@ -92,32 +131,14 @@ def _pipe(fs: AbstractFileSystem, path: str, data: bytes) -> None:
         with _stream(fs, path, size) as file:
             file.write(data)
     elif isinstance(fs, AsyncFileSystem):
-        _finish_or_cancel(fs._pipe_file(path, data, **sized), fs.loop)
-    else:
-        fs.pipe_file(path, data, **sized)
-
-
-def _finish_or_cancel(upload: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> None:
-    """Runs ``upload`` in the loop of fsspec's thread. If this thread is interrupted, the upload does not go on alone.
-
-    With fsspec's own way to wait it would: it could replace the object long after the caller has been told that it did
-    not.
-    """
-    ended = threading.Event()
-
-    async def run() -> None:
+        upload = Call(fs, retrying_async(f"The upload of {path!r}", lambda: fs._pipe_file(path, data, **sized)))
         try:
-            await upload
-        finally:
-            ended.set()
-
-    result = asyncio.run_coroutine_threadsafe(run(), loop)
-    try:
-        result.result()
-    except BaseException:
-        if result.cancel():
-            ended.wait(_CANCELLATION_S)
-        raise
+            upload.result()
+        except BaseException:
+            upload.cancel()
+            raise
+    else:
+        retrying(f"The upload of {path!r}", lambda: fs.pipe_file(path, data, **sized))
 
 
 class _GrowingParts(Sink):
@@ -144,11 +165,7 @@ def _stream(fs: AbstractFileSystem, path: str, part: int) -> Iterator[Any]:
         try:
             file.discard()
         except Exception as error:
-            log.warning(
-                f"Could not abort the unfinished upload of {path!r} ({type(error).__name__}: {display(str(error))})."
-                " Nothing is visible under that name, but the store may keep and bill the parts uploaded so far until"
-                " a lifecycle rule of the bucket removes them."
-            )
+            warn_of_unfinished(path, error)
         raise
 
 

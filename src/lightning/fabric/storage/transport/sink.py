@@ -3,10 +3,14 @@
 import io
 from typing import Any
 
+import numpy as np
+import torch
 from typing_extensions import override
 
 #: No single write is larger: HDFS refuses one above 2 GB, and its client dies of one above 1 GB.
 _LARGEST_WRITE = 16 * 2**20
+#: Smaller writes are collected until they are as large. To pass each on by itself costs more than to copy it.
+_SMALLEST_PIECE = 2**20
 
 
 class Sink(io.RawIOBase):
@@ -23,7 +27,9 @@ class Sink(io.RawIOBase):
 
     def __init__(self, file: Any, copies: bool = False) -> None:
         super().__init__()
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
+        #: Bytes of the storages that are going to be written.
+        self.announced = 0
         self._file = file
         self._copies = copies
         self._position = 0
@@ -36,6 +42,10 @@ class Sink(io.RawIOBase):
     def tell(self) -> int:
         return self._position
 
+    def announce(self, storage: torch.UntypedStorage) -> None:
+        """Tells the sink of memory that is going to be written, and does not change until the file is complete."""
+        self.announced += storage.nbytes()
+
     @override
     def write(self, data: Any) -> int:
         with memoryview(data) as view, view.cast("B") as rest:
@@ -45,9 +55,67 @@ class Sink(io.RawIOBase):
                     piece = rest[at : at + _LARGEST_WRITE]
                     written = self._file.write(bytes(piece) if self._copies else piece)
                     at += len(piece) if written is None else written
-            except Exception as error:
+            except BaseException as error:
                 self.error = self.error or error
                 raise
             finally:
                 self._position += at
             return at
+
+
+class PieceSink(Sink):
+    """Passes on pieces which stay valid for as long as their receiver keeps them, and copies as little as that takes.
+
+    The views that ``torch.save`` writes do not own their memory. The storages that were announced and are in host
+    memory are passed on as views that do; all else is copied: what is small (torch uses that memory again at once), and
+    what comes from an accelerator (a temporary copy).
+
+    Args:
+        file: An object with ``write``, which takes a piece whole.
+    """
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._owned: dict[int, np.ndarray] = {}
+        self._small = bytearray()
+
+    @override
+    def announce(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type == "cpu" and storage.nbytes() >= _SMALLEST_PIECE:
+            if storage.data_ptr() in self._owned:  # a tied one, which is written once
+                return
+            array = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            self._owned[storage.data_ptr()] = array
+        super().announce(storage)
+
+    @override
+    def write(self, data: Any) -> int:
+        with memoryview(data) as view, view.cast("B") as rest:
+            try:
+                if len(rest) < _SMALLEST_PIECE:
+                    self._small += rest
+                    if len(self._small) >= _SMALLEST_PIECE:
+                        self.flush()
+                else:
+                    self._write_large(np.frombuffer(rest, np.uint8))
+            except BaseException as error:
+                self.error = self.error or error
+                raise
+            self._position += len(rest)
+            return len(rest)
+
+    def _write_large(self, data: np.ndarray) -> None:
+        self.flush()
+        owned = self._owned.get(data.ctypes.data)
+        if owned is not None and len(owned) >= len(data):
+            self._file.write(owned[: len(data)].data)
+            return
+        for at in range(0, len(data), _LARGEST_WRITE):
+            # numpy copies without holding the GIL, so that other threads go on
+            self._file.write(data[at : at + _LARGEST_WRITE].copy().data)
+
+    @override
+    def flush(self) -> None:
+        if self._small:
+            small, self._small = self._small, bytearray()
+            self._file.write(memoryview(small))

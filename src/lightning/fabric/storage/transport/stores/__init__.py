@@ -96,7 +96,13 @@ def _refuse_relatives(fs: AbstractFileSystem) -> None:
 
 
 def _refuse_without_obstore(extra: str) -> None:
-    if not _OBSTORE:
+    try:
+        import obstore  # noqa: F401  # which may be installed for another platform
+    except ImportError:
+        found = False
+    else:
+        found = bool(_OBSTORE)
+    if not found:
         raise NotNative(f"there is no obstore {_MINIMUM} or newer. To have faster ones, install the extra `{extra}`")
     if _forked:
         raise NotNative("it was loaded before this process was forked, and would hang here and in the parent")

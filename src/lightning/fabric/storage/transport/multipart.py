@@ -1,0 +1,60 @@
+"""Uploads in parts: of which size, how many, and what is left of one that could not be taken back."""
+
+import logging
+
+from lightning.fabric.storage.location import display
+
+log = logging.getLogger(__name__)
+
+_MIB = 2**20
+#: S3 and GCS allow 10,000 parts of an object. With 9,000 planned, no rounding comes near that.
+_PLANNED_PARTS = 9_000
+MOST_PARTS = 10_000
+#: Smaller parts mean more requests, larger ones more memory in flight.
+SMALLEST_PART = 32 * _MIB
+#: How many parts are on their way at a time.
+PARTS_IN_FLIGHT = 8
+#: How long, in seconds, an interrupted save tries to take back what it has uploaded.
+ABORT_S = 10
+
+
+#: The largest object of a store, in bytes: the largest part times the number of parts, and what GCS says.
+LARGEST_OBJECT = {"S3": MOST_PARTS * 5 * 2**30, "GCS": 5 * 2**40, "Azure": 50_000 * 4000 * _MIB}
+
+
+def check_size(store: str, size: int) -> None:
+    """Refuses what a store cannot hold, before hours are spent on sending it.
+
+    Raises:
+        ValueError: An object of ``size`` bytes is too large.
+    """
+    if size > LARGEST_OBJECT[store]:
+        raise ValueError(
+            f"{size} bytes are more than the {LARGEST_OBJECT[store]} that an object of {store} can have: save a sharded"
+            " checkpoint"
+        )
+
+
+def part_size(size: int) -> int:
+    """The size of the parts, in bytes and a multiple of 1 MiB, in which an object of ``size`` bytes is uploaded.
+
+    Any object that S3 and GCS can hold stays under their limit of 10,000 parts.
+    """
+    return max(SMALLEST_PART, -(-size // (_PLANNED_PARTS * _MIB)) * _MIB)
+
+
+def streamed_part_size(position: int) -> int:
+    """The size of the part that starts at byte ``position`` of an object whose size is known only at its end.
+
+    It starts small and grows with what has been sent, so that 5 TiB fit into 10,000 parts here too.
+    """
+    return part_size(8 * position)
+
+
+def warn_of_unfinished(path: str, reason: BaseException | None = None) -> None:
+    """Tells that an upload could not be aborted."""
+    because = f" ({display(f'{type(reason).__name__}: {reason}')})" if reason is not None else ""
+    log.warning(
+        f"Could not abort the unfinished upload of {path!r}{because}. Nothing is visible under that name, but the store"
+        " may keep and bill the parts uploaded so far until a lifecycle rule of the bucket removes them."
+    )

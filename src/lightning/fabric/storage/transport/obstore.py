@@ -1,0 +1,216 @@
+"""Objects of S3, GCS and Azure through obstore, whose engine moves many parts at a time and holds the GIL for none."""
+
+import concurrent.futures
+import queue
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from fsspec import AbstractFileSystem
+
+from lightning.fabric.storage.transport.multipart import (
+    ABORT_S,
+    MOST_PARTS,
+    PARTS_IN_FLIGHT,
+    check_size,
+    part_size,
+    warn_of_unfinished,
+)
+from lightning.fabric.storage.transport.sink import PieceSink
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+#: How often a thread that waits for room looks whether the upload goes on at all.
+_POLL_S = 0.1
+_CHUNK = 2**20
+
+
+@contextmanager
+def open_writer(fs: AbstractFileSystem, path: str, store: "ObjectStore", name: str) -> Iterator[PieceSink]:
+    """See :func:`lightning.fabric.storage.transport.open_writer`.
+
+    Args:
+        fs: The file system that the store stands for.
+        path: The object's path there.
+        store: The bucket.
+        name: The object's name in it.
+    """
+    upload = _Upload(store, name)
+    sink = PieceSink(upload)
+    upload.expected_size = lambda: sink.announced
+    try:
+        yield sink
+        sink.flush()
+        upload.finish()
+        fs.invalidate_cache(path)
+    except BaseException:
+        upload.abort()
+        raise
+
+
+class _Upload:
+    """Hands pieces to obstore in a thread of its own, for its calls cannot be interrupted, and the training thread can.
+
+    obstore cuts the pieces into parts without a copy, and keeps those in flight alive. It commits the object when it is
+    closed, and takes the upload back if its context ends with an exception.
+    """
+
+    def __init__(self, store: "ObjectStore", name: str) -> None:
+        self.expected_size: Callable[[], int]
+        self._store = store
+        self._name = name
+        self._pieces: queue.Queue[memoryview | None] = queue.Queue(maxsize=2)
+        self._position = 0
+        self._part_size = 0
+        self._given_up = threading.Event()
+        self._outcome: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def write(self, piece: memoryview) -> None:
+        self._start_once()
+        self._position += len(piece)
+        if self._position > MOST_PARTS * self._part_size:
+            raise ValueError(
+                f"More than {MOST_PARTS} parts of {self._part_size} bytes are needed: what is saved beside tensors is"
+                " too large. Keep such data in tensors."
+            )
+        self._put(piece)
+
+    def finish(self) -> None:
+        """Commits the object."""
+        self._start_once()
+        self._put(None)
+        self._outcome.result()
+
+    def abort(self) -> None:
+        """Takes the upload back. What is being committed already is waited for."""
+        self._given_up.set()
+        if self._part_size:
+            concurrent.futures.wait([self._outcome], ABORT_S)
+            if not self._outcome.done():
+                warn_of_unfinished(self._name)
+
+    def _start_once(self) -> None:
+        if not self._part_size:  # not earlier: only now have all storages been announced
+            check_size(_store_name(self._store), self.expected_size())
+            self._part_size = part_size(self.expected_size())
+            # not in an executor, whose threads the interpreter waits for at its end
+            threading.Thread(target=self._run, name="checkpoint-upload", daemon=True).start()
+
+    def _put(self, piece: memoryview | None) -> None:
+        while True:
+            if self._outcome.done():
+                self._outcome.result()  # raises: it cannot be complete yet
+            try:
+                self._pieces.put(piece, timeout=_POLL_S)
+                return
+            except queue.Full:
+                continue
+
+    def _run(self) -> None:
+        try:
+            self._send()
+        except BaseException as error:
+            self._outcome.set_exception(error)
+        else:
+            self._outcome.set_result(None)
+
+    def _send(self) -> None:
+        import obstore
+
+        try:
+            with obstore.open_writer(
+                self._store, self._name, buffer_size=self._part_size, max_concurrency=PARTS_IN_FLIGHT
+            ) as writer:
+                while (piece := self._next()) is not None:
+                    # a larger piece would start all its parts at once
+                    for at in range(0, len(piece), self._part_size):
+                        if self._given_up.is_set():
+                            raise _GivenUp
+                        writer.write(piece[at : at + self._part_size])
+        except Exception as error:
+            raise _translated(error) from error
+
+    def _next(self) -> memoryview | None:
+        while not self._given_up.is_set():
+            try:
+                return self._pieces.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
+        raise _GivenUp
+
+
+class _GivenUp(Exception):
+    """Ends obstore's context, which takes the upload back."""
+
+
+class Source:
+    """An object to read ranges of.
+
+    Args:
+        store: Its bucket.
+        name: Its name.
+    """
+
+    parallel = True
+
+    def __init__(self, store: "ObjectStore", name: str) -> None:
+        import obstore
+
+        self._store = store
+        self._name = name
+        try:
+            meta = obstore.head(store, name)
+        except Exception as error:
+            raise _translated(error) from error
+        self.size = int(meta["size"])
+        self._etag = meta["e_tag"]
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fills ``view`` with the bytes from ``start`` on.
+
+        Raises:
+            OSError: The object has changed since it was opened, or another number of bytes came.
+        """
+        import obstore
+
+        options: Any = {"range": (start, start + len(view))}
+        if self._etag is not None:
+            options["if_match"] = self._etag
+        target, at = np.frombuffer(view, np.uint8), 0
+        try:
+            for chunk in obstore.get(self._store, self._name, options=options).stream(min_chunk_size=_CHUNK):
+                piece = np.frombuffer(chunk, np.uint8)[: len(target) - at]
+                target[at : at + len(piece)] = piece
+                at += len(chunk)
+        except Exception as error:
+            raise _translated(error) from error
+        if at != len(target):
+            raise ConnectionError(f"{at} bytes came instead of {len(target)}")
+
+    def check(self) -> None:
+        """Nothing to do: every request asked for the version that was opened."""
+
+
+def _translated(error: Exception) -> Exception:
+    """The built-in error that says the same. obstore's text goes on with internals, which are no message."""
+    from obstore import exceptions
+
+    text = str(error).partition("\n\nDebug source")[0]
+    status = re.search(r"status code: (\d+)", text)  # all that an error of a writer has
+    if isinstance(error, exceptions.PreconditionError):
+        return OSError("it was replaced while it was read: load it again")
+    if status is not None and status[1] in ("401", "403"):
+        return PermissionError(text)
+    if status is not None and status[1] == "404":
+        return FileNotFoundError(text)
+    if isinstance(error, (exceptions.BaseError, OSError)):
+        return ConnectionError(text) if "HTTP error" in text else OSError(text)
+    return error
+
+
+def _store_name(store: "ObjectStore") -> str:
+    return {"S3Store": "S3", "GCSStore": "GCS", "AzureStore": "Azure"}[type(store).__name__]

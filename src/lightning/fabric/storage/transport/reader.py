@@ -1,0 +1,197 @@
+"""A file of a store, read in ranges of which many are on their way at a time."""
+
+import errno
+import io
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+from typing_extensions import override
+
+#: Of each request. Larger ones take more memory, smaller ones wait more often for the first byte.
+_BLOCK = 8 * 2**20
+#: How many requests are on their way, or ready, at a time.
+_BLOCKS_AHEAD = 16
+#: A small read asks for as much: what is near is read next, more often than not.
+_SMALLEST_READ = 256 * 2**10
+
+_Block = tuple[int, int]
+
+
+class Source(Protocol):
+    """A file whose ranges can be read."""
+
+    size: int
+    #: Whether :meth:`read_into` can be called from many threads at a time.
+    parallel: bool
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fills ``view`` with the bytes from ``start`` on."""
+
+    def check(self) -> None:
+        """Raises an ``OSError`` if the file is no longer the one that was opened."""
+
+
+class RangedFile(io.RawIOBase):
+    """A binary file to read and seek in.
+
+    What :meth:`expect` announces is fetched ahead, in memory of at most 128 MiB. Other large reads are split into
+    ranges as well, which are fetched at the same time.
+
+    Args:
+        source: What is read.
+    """
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self.size = source.size
+        #: Why the first read that failed did: torch shows an error of its own.
+        self.error: BaseException | None = None
+        self._source = source
+        self._position = 0
+        self._kept: deque[tuple[int, memoryview]] = deque(maxlen=4)
+        self._expected: Iterator[_Block] = iter(())
+        self._ahead: deque[tuple[_Block, Future[memoryview]]] = deque()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def expect(self, ranges: Iterable[_Block]) -> None:
+        """Starts to fetch what is going to be read.
+
+        Args:
+            ranges: The first byte and the one after the last of each, in the order in which they will be read.
+        """
+        self._forget_ahead()
+        self._expected = _blocks(ranges) if self._source.parallel else iter(())
+        self._fetch_ahead()
+
+    def check(self) -> None:
+        """Raises an ``OSError`` if what was read may be of more than one version of the file."""
+        self._source.check()
+
+    def keep(self, start: int, stop: int) -> None:
+        """Fetches a range at once, and keeps it, with the last few of such ranges."""
+        if start < stop:
+            self._kept.append((start, self._fetch(start, stop)))
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def tell(self) -> int:
+        return self._position
+
+    @override
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, f"Cannot seek to {base + offset}, before the first byte")
+        self._position = base + offset
+        return self._position
+
+    @override
+    def readinto(self, buffer: Any) -> int:
+        try:
+            with memoryview(buffer) as whole, whole.cast("B") as view:
+                return self._read(view[: max(0, self.size - self._position)])
+        except BaseException as error:
+            self.error = self.error or error
+            raise
+
+    def _read(self, view: memoryview) -> int:
+        done = 0
+        while done < len(view):
+            rest = view[done:]
+            count = self._read_ahead(rest) or self._read_kept(rest) or self._read_unexpected(rest)
+            self._position += count
+            done += count
+        return done
+
+    def _read_ahead(self, view: memoryview) -> int:
+        """Reads from what has been fetched ahead, as much as one block has of it."""
+        found = next((i for i, (block, _) in enumerate(self._ahead) if block[0] <= self._position < block[1]), None)
+        if found is None:
+            return 0
+        for _ in range(found):  # what was passed over is not going to be read
+            self._ahead.popleft()[1].cancel()
+        self._fetch_ahead()
+        (start, stop), fetched = self._ahead[0]
+        data = fetched.result()[self._position - start :]
+        count = min(len(view), len(data))
+        _copy(view[:count], data[:count])
+        if self._position + count == stop:
+            self._ahead.popleft()
+            self._fetch_ahead()
+        return count
+
+    def _fetch_ahead(self) -> None:
+        while len(self._ahead) < _BLOCKS_AHEAD and (block := next(self._expected, None)) is not None:
+            self._ahead.append((block, self._submit(self._fetch, *block)))
+
+    def _forget_ahead(self) -> None:
+        while self._ahead:
+            self._ahead.popleft()[1].cancel()
+
+    def _read_kept(self, view: memoryview) -> int:
+        for start, data in self._kept:
+            if start <= self._position < start + len(data):
+                data = data[self._position - start :]
+                count = min(len(view), len(data))
+                view[:count] = data[:count]
+                return count
+        return 0
+
+    def _read_unexpected(self, view: memoryview) -> int:
+        if len(view) < _SMALLEST_READ:
+            self.keep(self._position, min(self._position + _SMALLEST_READ, self.size))
+            return self._read_kept(view)
+        if not self._source.parallel:
+            self._source.read_into(self._position, view)
+            return len(view)
+        self.expect([(self._position, self._position + len(view))])
+        return self._read_ahead(view)
+
+    def _fetch(self, start: int, stop: int) -> memoryview:
+        data = np.empty(stop - start, np.uint8).data
+        self._source.read_into(start, data)
+        return data
+
+    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_BLOCKS_AHEAD, "checkpoint-read")
+        return self._threads.submit(function, *arguments)
+
+    @override
+    def close(self) -> None:
+        if not self.closed:
+            self._forget_ahead()
+            if self._threads is not None:
+                self._threads.shutdown(wait=False, cancel_futures=True)
+        super().close()
+
+
+def _blocks(ranges: Iterable[_Block]) -> Iterator[_Block]:
+    """The ranges, joined where one follows on the other, in pieces of at most the size of a block."""
+    start = stop = 0
+    for first, end in ranges:
+        if first != stop:
+            if start < stop:
+                yield start, stop
+            start = first
+        stop = end
+        while stop - start >= _BLOCK:
+            yield start, start + _BLOCK
+            start += _BLOCK
+    if start < stop:
+        yield start, stop
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Copies without holding the GIL."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -1,0 +1,129 @@
+"""Tries again what failed for a reason that passes."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+from lightning.fabric.storage.location import display
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+#: No attempt starts later than this many seconds after the first.
+DEADLINE_S = 180.0
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 15.0
+_STATUSES = (408, 429, 500, 502, 503, 504, 509, 529)
+#: Errors of clients that come without a status: the connection broke, or nothing came in time.
+_BROKEN_CONNECTIONS = {
+    "aiohttp": ("ClientConnectionError", "ClientPayloadError", "ServerTimeoutError"),
+    "botocore": ("HTTPClientError", "ConnectionError", "IncompleteReadError", "ResponseStreamingError"),
+    "azure": ("ServiceRequestError", "ServiceResponseError", "IncompleteReadError"),
+    "requests": ("ConnectionError", "Timeout", "ChunkedEncodingError"),
+    "fsspec": ("FSTimeoutError",),
+    "http": ("IncompleteRead",),
+}
+
+
+class Retry:
+    """Decides after each failed attempt whether and when there is another one.
+
+    Args:
+        what: The name of what is tried, for messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._started = time.monotonic()
+        self._attempts = 0
+
+    def pause_after(self, error: Exception) -> float:
+        """The seconds to wait before the next attempt.
+
+        Raises:
+            Exception: ``error``, if there is to be no other attempt, with what :func:`attempts_of` tells.
+        """
+        self._attempts += 1
+        elapsed = time.monotonic() - self._started
+        pause = min(_FIRST_PAUSE_S * 2.0 ** (self._attempts - 1), _LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
+        if not is_transient(error) or elapsed + pause > DEADLINE_S:
+            count = f"{self._attempts} attempt{'s' * (self._attempts > 1)} in {elapsed:.1f} s"
+            error.__dict__["_attempts"] = f"{self._what}, {count} beside the client's own"
+            raise error
+        reason = display(f"{type(error).__name__}: {error}")
+        log.log(
+            logging.WARNING if self._attempts == 1 else logging.DEBUG,
+            f"{self._what} failed and is tried again for up to {DEADLINE_S:.0f} s ({reason})",
+        )
+        return pause
+
+
+def retrying(what: str, operation: Callable[[], _T]) -> _T:
+    """The result of ``operation``, which is called again, after pauses that grow, while it fails transiently.
+
+    Args:
+        what: Its name, for messages.
+        operation: What to do. It can be done twice without harm.
+    """
+    retry = Retry(what)
+    while True:
+        try:
+            return operation()
+        except Exception as error:
+            time.sleep(retry.pause_after(error))
+
+
+async def retrying_async(what: str, operation: Callable[[], Awaitable[_T]]) -> _T:
+    """As :func:`retrying`."""
+    retry = Retry(what)
+    while True:
+        try:
+            return await operation()
+        except Exception as error:
+            await asyncio.sleep(retry.pause_after(error))
+
+
+def attempts_of(error: BaseException) -> str:
+    """What was tried how often before ``error`` was raised, or nothing."""
+    return str(getattr(error, "_attempts", ""))
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same request may succeed a moment later."""
+    for cause in _chain(error):
+        status = _status(cause)
+        if status is not None:
+            return status in _STATUSES
+        if isinstance(cause, (ConnectionError, TimeoutError)):
+            return True
+        for base in type(cause).__mro__:
+            if base.__name__ in _BROKEN_CONNECTIONS.get(base.__module__.partition(".")[0], ()):
+                return True
+    return False
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and its causes: clients of stores wrap what tells most."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that a client's error carries, each in its own way."""
+    response = getattr(error, "response", None)
+    metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+    candidates: list[Any] = [metadata.get("HTTPStatusCode")]
+    candidates += [getattr(error, name, None) for name in ("status_code", "status", "code")]
+    for candidate in candidates:
+        if isinstance(candidate, int) and 100 <= candidate < 600:
+            return candidate
+        if isinstance(candidate, str) and candidate.isdigit() and len(candidate) == 3:
+            return int(candidate)
+    return None

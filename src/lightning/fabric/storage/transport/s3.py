@@ -1,0 +1,143 @@
+"""Objects of S3 through s3fs: parts go up while the file is still being written."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from fsspec import AbstractFileSystem
+
+from lightning.fabric.storage.transport.calls import Call
+from lightning.fabric.storage.transport.multipart import (
+    ABORT_S,
+    PARTS_IN_FLIGHT,
+    check_size,
+    part_size,
+    streamed_part_size,
+    warn_of_unfinished,
+)
+from lightning.fabric.storage.transport.retry import retrying_async
+from lightning.fabric.storage.transport.sink import Sink
+
+if TYPE_CHECKING:
+    from s3fs import S3FileSystem
+
+
+def can_write(fs: AbstractFileSystem) -> bool:
+    """Whether ``fs`` is s3fs's, as it is: what a subclass does otherwise is its own."""
+    return f"{type(fs).__module__}.{type(fs).__qualname__}" == "s3fs.core.S3FileSystem"
+
+
+@contextmanager
+def open_writer(fs: "S3FileSystem", path: str) -> Iterator[Sink]:
+    """See :func:`lightning.fabric.storage.transport.open_writer`."""
+    upload = _Upload(fs, path)
+    sink = Sink(upload)
+    upload.expected_size = lambda: sink.announced
+    try:
+        yield sink
+        upload.finish()
+    except BaseException:
+        upload.abort()
+        raise
+
+
+class _Upload:
+    """A multipart upload, or a single request if the file is small."""
+
+    def __init__(self, fs: "S3FileSystem", path: str) -> None:
+        self.expected_size: Callable[[], int]
+        self._fs = fs
+        self._path = path
+        bucket, key, _ = fs.split_path(path)
+        self._object = {"Bucket": bucket, "Key": key}
+        self._creation: Call | None = None
+        self._position = 0
+        self._part = bytearray()
+        self._full = 0  # bytes at which the part is complete
+        self._running: deque[Call] = deque()
+        self._etags: list[str] = []
+
+    def write(self, piece: memoryview) -> int:
+        if not self._full:
+            size = max(self.expected_size(), self._position)
+            check_size("S3", size)
+            self._full = max(part_size(size), streamed_part_size(self._position))
+        taken = piece[: self._full - len(self._part)]
+        self._part += taken
+        self._position += len(taken)
+        if len(self._part) == self._full:
+            self._send_part()
+        return len(taken)
+
+    def _send_part(self) -> None:
+        if self._creation is None:
+            self._creation = self._call("create_multipart_upload")
+        upload = self._creation.result()["UploadId"]
+        number = len(self._etags) + len(self._running) + 1
+        if len(self._running) == PARTS_IN_FLIGHT:
+            self._await_oldest()
+        self._running.append(self._call("upload_part", PartNumber=number, UploadId=upload, Body=self._part))
+        self._part = bytearray()
+        self._full = 0
+
+    def _await_oldest(self) -> None:
+        self._etags.append(self._running[0].result()["ETag"])
+        self._running.popleft()
+
+    def finish(self) -> None:
+        if self._creation is None:
+            put = retrying_async(
+                self._what("PutObject"), lambda: self._fs._pipe_file(self._path, bytes(self._part), chunksize=2**40)
+            )
+            self._running.append(Call(self._fs, put))
+            self._running[0].result()
+            return
+        if self._part:
+            self._send_part()
+        while self._running:
+            self._await_oldest()
+        parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(self._etags, 1)]
+        upload = self._creation.result()["UploadId"]
+        try:
+            self._ask("complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": parts})
+        except FileNotFoundError:
+            # no such upload: an attempt may have succeeded, and its answer was lost
+            found = self._ask("head_object")
+            if found["ContentLength"] != self._position or not found["ETag"].strip('"').endswith(f"-{len(parts)}"):
+                raise
+        self._fs.invalidate_cache(self._path)
+
+    def abort(self) -> None:
+        for part in self._running:
+            part.cancel()
+        if self._creation is None:
+            return
+        try:
+            upload = self._creation.result(ABORT_S)["UploadId"]
+        except Exception:  # the reason why the save fails: there is nothing to abort
+            self._creation.cancel()
+            return
+        abortion = self._call("abort_multipart_upload", UploadId=upload)
+        try:
+            abortion.result(ABORT_S)
+        except Exception as error:
+            abortion.cancel()
+            warn_of_unfinished(self._path, error)
+
+    def _ask(self, method: str, **arguments: Any) -> dict[str, Any]:
+        call = self._call(method, **arguments)
+        self._running.append(call)  # where an interruption finds it
+        answer: dict[str, Any] = call.result()
+        self._running.remove(call)
+        return answer
+
+    def _call(self, method: str, **arguments: Any) -> Call:
+        what = "".join(word.title() for word in method.split("_"))
+        if "PartNumber" in arguments:
+            what += f" {arguments['PartNumber']}"
+        call = retrying_async(self._what(what), lambda: self._fs._call_s3(method, **self._object, **arguments))
+        return Call(self._fs, call)
+
+    def _what(self, operation: str) -> str:
+        return f"{operation} of s3://{self._path}"

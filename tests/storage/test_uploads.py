@@ -1,0 +1,269 @@
+"""Uploads to S3 in parts, by obstore and by s3fs."""
+
+import gc
+import io
+import logging
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import s3fs
+import torch
+
+from lightning.fabric.storage import transport
+from lightning.fabric.storage.load import load_file
+from lightning.fabric.storage.save import save_file
+from lightning.fabric.storage.transport import multipart, retry
+from lightning.fabric.storage.transport.sink import PieceSink
+from tests.servers import SECRET, Bucket
+
+_MIB = 2**20
+STATE = {"w": torch.arange(100_000, dtype=torch.float32), "step": torch.tensor(3)}
+LARGE = {"w": torch.randn(4 * _MIB)}
+
+
+@pytest.fixture(autouse=True, params=["obstore", "s3fs"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What uploads; with parts of the smallest size that S3 allows."""
+    if request.param == "s3fs":
+        monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.setattr(multipart, "SMALLEST_PART", 5 * _MIB)
+    return str(request.param)
+
+
+def part_of(path: str) -> str:
+    return path.partition("partNumber=")[2].partition("&")[0]
+
+
+def test_a_large_file_goes_up_in_parts(bucket: Bucket) -> None:
+    save_file(LARGE, f"{bucket.url}/x")
+    assert {part_of(path) for method, path in bucket.requests if method == "PUT"} == {"1", "2", "3", "4"}
+    assert torch.equal(load_file(f"{bucket.url}/x")["w"], LARGE["w"])
+
+
+def test_a_small_file_goes_up_with_one_request(bucket: Bucket) -> None:
+    save_file(STATE, f"{bucket.url}/run/x.ckpt")
+    assert [method for method, _ in bucket.requests] == ["PUT"]
+
+
+def test_an_empty_file_is_an_object_too(bucket: Bucket) -> None:
+    with transport.open_writer(f"{bucket.url}/x"):
+        pass
+    assert bucket.get("x") == b""
+
+
+@pytest.mark.parametrize("refused", ["uploads", "partNumber=2", "uploadId"])
+def test_a_request_that_is_refused_aborts_the_upload_and_leaves_the_old_file(bucket: Bucket, refused: str) -> None:
+    bucket.put("x", b"the old one")
+
+    def refuse(method: str, path: str) -> int | None:
+        last = method == "POST" and "uploadId" in path
+        return 403 if method != "DELETE" and (last if refused == "uploadId" else refused in path) else None
+
+    with bucket.refusing(refuse), pytest.raises(PermissionError, match=f"Could not write {bucket.url}/x") as raised:
+        save_file(LARGE, f"{bucket.url}/x")
+    assert "What was there before, if anything, is unchanged" in str(raised.value)
+    assert "refused" in str(raised.value)  # the store's own word
+    assert SECRET not in str(raised.value)
+    assert bucket.get("x") == b"the old one"
+    assert bucket.unfinished_uploads() == []
+
+
+@pytest.mark.parametrize("refused", ["", "uploads", "partNumber=2", "uploadId"])
+def test_what_fails_for_a_moment_is_tried_again(bucket: Bucket, refused: str) -> None:
+    failures = 0
+
+    def fail_twice(method: str, path: str) -> int | None:
+        nonlocal failures
+        hit = method in ("PUT", "POST") and (refused in path if refused != "uploadId" else method == "POST")
+        failures += hit
+        return 503 if hit and failures <= 2 else None
+
+    state = LARGE if refused else STATE
+    with bucket.refusing(fail_twice):
+        save_file(state, f"{bucket.url}/x")
+    assert failures > 2
+    assert torch.equal(load_file(f"{bucket.url}/x")["w"], state["w"])
+    assert bucket.unfinished_uploads() == []
+
+
+def test_a_store_that_stays_out_of_order_is_an_error_that_tells_how_often_it_was_asked(
+    bucket: Bucket, impatient: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bucket.put("x", b"the old one")
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # without its own
+    (tmp_path / "config").write_text("[default]\nmax_attempts = 1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    with (
+        bucket.refusing(lambda method, path: 503 if method == "PUT" else None),
+        pytest.raises(OSError, match=rf"{bucket.url}/x: .*(attempts|retries)") as raised,
+    ):
+        save_file(STATE, f"{bucket.url}/x")
+    assert "PUT" in str(raised.value) or "PutObject" in str(raised.value)
+    assert "refused" in str(raised.value)  # the store's own word
+    assert bucket.get("x") == b"the old one"
+
+
+def test_an_interrupted_upload_is_taken_back_and_does_not_go_on_behind_the_callers_back(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("obstore", "s3"):
+        monkeypatch.setattr(f"lightning.fabric.storage.transport.{module}.PARTS_IN_FLIGHT", 1)
+    bucket.put("x", b"the old one")
+
+    def slow(method: str, path: str) -> None:
+        if part_of(path) == "2":
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.5)
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a Trainer of another test may have set one
+    try:
+        with bucket.refusing(slow), pytest.raises(KeyboardInterrupt):
+            save_file(LARGE, f"{bucket.url}/x")
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert bucket.unfinished_uploads() == []
+    time.sleep(1)  # an upload that goes on would be complete by now
+    assert bucket.get("x") == b"the old one"
+    assert bucket.unfinished_uploads() == []
+
+
+def test_a_file_that_was_given_up_is_not_completed_by_the_garbage_collector(bucket: Bucket) -> None:
+    def give_up() -> None:
+        with transport.open_writer(f"{bucket.url}/x") as file:
+            file.write(b"x" * 20 * _MIB)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        give_up()
+    gc.collect()
+    assert bucket.names() == []
+    assert bucket.unfinished_uploads() == []
+
+
+def test_an_upload_that_cannot_be_taken_back_is_told_of(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture, engine: str
+) -> None:
+    if engine == "obstore":
+        pytest.skip("obstore does not tell")
+    with (
+        bucket.refusing(lambda method, path: 403 if part_of(path) == "2" or method == "DELETE" else None),
+        pytest.raises(PermissionError),
+        caplog.at_level(logging.WARNING),
+    ):
+        save_file(LARGE, f"{bucket.url}/x")
+    assert "Could not abort the unfinished upload" in caplog.text
+    assert bucket.unfinished_uploads() == ["x"]
+
+
+def test_what_no_object_can_hold_is_refused_before_anything_is_sent(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(multipart.LARGEST_OBJECT, "S3", 10 * _MIB)
+    with pytest.raises(OSError, match=r"more than the 10485760 that an object of S3 can have"):
+        save_file(LARGE, f"{bucket.url}/x")
+    assert bucket.requests == []
+
+
+def test_a_file_whose_size_was_not_told_has_a_limit_as_well(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setattr("lightning.fabric.storage.transport.obstore.MOST_PARTS", 2)
+    monkeypatch.setitem(multipart.LARGEST_OBJECT, "S3", 10 * _MIB)
+    with pytest.raises(OSError, match=r"Could not write .*(too large|more than the)"):
+        save_file({"text": b"x" * 16 * _MIB}, f"{bucket.url}/x")
+    assert bucket.names() == []
+    assert bucket.unfinished_uploads() == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 32 * _MIB, 450 * 2**30, 5 * 2**40, multipart.LARGEST_OBJECT["S3"] * 9 // 10])
+def test_parts_fit_the_limits_of_the_stores_at_any_size(size: int) -> None:
+    part = multipart.part_size(size)
+    assert part * 10_000 >= size
+    assert 5 * _MIB <= part <= 5 * 2**30
+    assert part % 2**18 == 0
+
+
+def test_the_parts_of_a_stream_grow_so_that_their_number_stays_within_the_limits_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    position = parts = 0
+    while position < 5 * 2**40:
+        size = multipart.streamed_part_size(position)
+        assert size <= 5 * 2**30
+        position, parts = position + size, parts + 1
+    assert parts < 10_000
+    assert multipart.streamed_part_size(30 * 2**30) == 32 * _MIB  # most files have small parts throughout
+
+
+class Memory:
+    """Keeps the pieces it is given, as an upload does until they are sent."""
+
+    def __init__(self) -> None:
+        self.pieces: list[memoryview] = []
+
+    def write(self, piece: memoryview) -> None:
+        self.pieces.append(piece)
+
+
+def test_pieces_stay_what_they_were_when_torch_uses_its_buffers_again() -> None:
+    kept = Memory()
+    sink = PieceSink(kept)
+    state = {str(i): torch.full((2**i,), i, dtype=torch.int64) for i in range(18)}
+    for tensor in state.values():
+        sink.announce(tensor.untyped_storage())
+    torch.save(state, sink)
+    sink.flush()
+    del state
+    gc.collect()
+    (np.zeros(50 * _MIB, np.uint8) + 1).sum()  # takes memory that has been given back
+    whole = b"".join(kept.pieces)
+    loaded = torch.load(io.BytesIO(whole))
+    assert all(torch.equal(loaded[str(i)], torch.full((2**i,), i, dtype=torch.int64)) for i in range(18))
+
+
+def test_the_memory_of_a_large_tensor_is_sent_as_it_is_and_not_copied() -> None:
+    kept = Memory()
+    sink = PieceSink(kept)
+    tensor = torch.zeros(_MIB)
+    sink.announce(tensor.untyped_storage())
+    sink.write(memoryview(tensor.numpy()))
+    assert np.frombuffer(kept.pieces[0], np.uint8).ctypes.data == tensor.data_ptr()
+    sink.write(memoryview(tensor.clone().numpy()))  # nobody has announced this one
+    assert np.frombuffer(kept.pieces[1], np.uint8).ctypes.data != tensor.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("error", "transient"),
+    [
+        (ConnectionResetError(), True),
+        (TimeoutError(), True),
+        (PermissionError("denied"), False),
+        (ValueError(), False),
+    ],
+)
+def test_what_passes_is_told_from_what_stays(error: Exception, transient: bool) -> None:
+    assert retry.is_transient(error) is transient
+
+
+@pytest.mark.parametrize(("status", "transient"), [(408, True), (429, True), (503, True), (403, False), (501, False)])
+def test_a_status_counts_however_a_client_carries_it(status: int, transient: bool) -> None:
+    class ClientError(Exception):
+        def __init__(self, **attributes: Any) -> None:
+            self.__dict__.update(attributes)
+
+    for attributes in (
+        {"response": {"ResponseMetadata": {"HTTPStatusCode": status}}},
+        {"status_code": status},
+        {"status": status},
+        {"code": str(status)},
+    ):
+        wrapped = OSError("the store is busy")
+        wrapped.__cause__ = ClientError(**attributes)
+        assert retry.is_transient(wrapped) is transient
