@@ -9,6 +9,8 @@ from fsspec.implementations.ftp import FTPFileSystem
 
 from tests.servers import Bucket, Server, ftp_server, s3_server
 
+pytest.register_assert_rewrite("tests.storage.contract", "tests.storage.states")
+
 
 @pytest.fixture(scope="session")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
