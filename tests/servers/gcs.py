@@ -28,13 +28,8 @@ class GcsServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What gcsfs reads. It is not to ask Google which kind of bucket it has, for that hangs without an account."""
-        return {
-            "STORAGE_EMULATOR_HOST": self.endpoint,
-            "FSSPEC_GCS_TOKEN": "anon",
-            "GOOGLE_CLOUD_PROJECT": PROJECT,
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-        }
+        """What gcsfs reads, beside its credentials."""
+        return {"STORAGE_EMULATOR_HOST": self.endpoint, "GOOGLE_CLOUD_PROJECT": PROJECT}
 
 
 @dataclass

@@ -7,6 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from time import sleep
 
+import fsspec
 import pytest
 from adlfs import AzureBlobFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
@@ -138,6 +139,7 @@ class TestGcs(StorageContract):
     @pytest.fixture
     def store(self, gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Store:
         enter(gcs.environment, monkeypatch)
+        monkeypatch.setitem(fsspec.config.conf, "gcs", {"token": "anon"})  # and not the credentials of who runs this
         bucket = GcsBucket(gcs)
         options = {"endpoint_url": gcs.endpoint, "token": "anon", "project": PROJECT}
         return Store(bucket.url, bucket, Explicit(bucket.url, options, {"STORAGE_EMULATOR_HOST": NOWHERE}))
