@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 WHEELS := build/wheels
 BENCH := build/bench
+AZURITE := build/azurite
+AZURITE_VERSION := 3.35.0
 
 # A stamp's name holds a checksum of what the step depends on: a second run takes no time, whatever a checkout did to
 # the files' times, and an interrupted step, which leaves no stamp, is done again.
@@ -18,13 +20,23 @@ PLOT_STAMP := $(BENCH)/plot/plot-$(call checksum,requirements/plot.txt)
 # Lightning is a package that is installed, and so are our modules inside it: mypy finds them by name.
 OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' | LC_ALL=C sort)
 
-.PHONY: setup test lint demo bench dev clean
+.PHONY: setup test test-azure lint demo bench dev clean
 .DELETE_ON_ERROR:
 
 setup: $(FORK_STAMP)
 
 test: lint
 	$(BIN)/python -m pytest
+
+# What `make test` leaves out, for it needs npm. A version of azurite is installed once, into a folder of its own.
+test-azure: setup $(AZURITE)/installed-$(AZURITE_VERSION)
+	$(BIN)/python -m pytest -m azure
+
+$(AZURITE)/installed-$(AZURITE_VERSION):
+	@command -v npm || { echo "npm is missing, which installs azurite: install Node.js" >&2; exit 1; }
+	rm -rf $(AZURITE)
+	npm install --prefix $(AZURITE) --no-audit --no-fund --no-package-lock azurite@$(AZURITE_VERSION)
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .

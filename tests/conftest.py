@@ -1,4 +1,5 @@
 import io
+import os
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,11 @@ import s3fs
 from fsspec.implementations.ftp import FTPFileSystem
 
 from tests.servers import Bucket, Server, ftp_server, s3_server
+
+# gcsfs reads it when it is imported. Otherwise it asks Google over gRPC what kind a bucket is of, for five minutes
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
+pytest.register_assert_rewrite("tests.storage.contract", "tests.storage.states")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,114 @@
+"""A proxy before an HTTP server, which can refuse, delay, drop and cut short what passes through it."""
+
+import enum
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class Fault(enum.Enum):
+    """What can happen to a request besides an error of the server."""
+
+    RESET = "the connection is closed instead of an answer"
+    CUT = "the connection is closed in the middle of the answer's body"
+
+
+#: What happens to the request with a method and a path: a status to answer with, a fault, or None to let it pass.
+Rule = Callable[[str, str], int | Fault | None]
+
+_CODES = {403: "AccessDenied", 429: "TooManyRequests", 500: "InternalError", 503: "SlowDown"}
+
+
+class Proxy(ThreadingHTTPServer):
+    """Passes on what comes, and keeps the method and path of each request."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.target = target
+        self.requests: list[tuple[str, str]] = []
+        self.rule: Rule = pass_all
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of clients that go away before they have an answer."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+    @contextmanager
+    def following(self, rule: Rule) -> Iterator[None]:
+        self.rule = rule
+        try:
+            yield
+        finally:
+            self.rule = pass_all
+
+
+def pass_all(method: str, path: str) -> None:
+    return None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a body waits 40 ms until the client has acknowledged the headers
+    server: Any
+
+    def handle_request(self) -> None:
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            body = b"".join(iter(self._chunk, b""))
+        else:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.requests.append((self.command, self.path))
+        outcome = self.server.rule(self.command, self.path)
+        if outcome is Fault.RESET:
+            self.close_connection = True
+        elif isinstance(outcome, int):
+            error = f"<Error><Code>{_CODES[outcome]}</Code><Message>refused</Message></Error>"
+            self._answer(outcome, [], error.encode())
+        else:
+            upstream = HTTPConnection(*self.server.target)
+            kept = {name: value for name, value in self.headers.items() if name.lower() != "transfer-encoding"}
+            upstream.request(self.command, self.path, body, {**kept, "Content-Length": str(len(body))})
+            response = upstream.getresponse()
+            self._answer(response.status, response.getheaders(), response.read(), cut=outcome is Fault.CUT)
+            upstream.close()
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = do_PATCH = handle_request
+
+    def _chunk(self) -> bytes:
+        size = int(self.rfile.readline().split(b";")[0], 16)
+        data = self.rfile.read(size)
+        self.rfile.readline()
+        return data
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, cut: bool = False) -> None:
+        self.send_response_only(status)
+        for name, value in headers:
+            if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                self.send_header(name, value)
+        length = dict(headers).get("Content-Length", str(len(body))) if self.command == "HEAD" else str(len(body))
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[: len(body) // 2] if cut else body)
+        if cut:
+            self.close_connection = True
+
+    def log_message(self, *args: Any) -> None:
+        """Requests are kept in a list instead."""
+
+
+@contextmanager
+def proxy_before(target: tuple[str, int]) -> Iterator[Proxy]:
+    """Starts a proxy before the server at ``target``, on a free port of the loopback interface."""
+    proxy = Proxy(target)
+    thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        proxy.shutdown()
+        proxy.server_close()
+        thread.join()

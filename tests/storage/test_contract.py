@@ -1,0 +1,196 @@
+"""The stores that keep the contract."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+from time import sleep
+
+import fsspec
+import pytest
+from adlfs import AzureBlobFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.sftp import SFTPFileSystem
+from gcsfs import GCSFileSystem
+from s3fs import S3FileSystem
+
+from tests.servers import SECRET, USER, Bucket, Fault, Server
+from tests.servers import azure as azurite
+from tests.servers import seaweedfs as weed
+from tests.servers.azure import AzureServer, Container, azure_server
+from tests.servers.gcs import PROJECT, GcsBucket, GcsServer, gcs_server
+from tests.servers.seaweedfs import seaweedfs_server
+from tests.servers.sftp import sftp_server
+from tests.storage.contract import MIB, StorageContract
+from tests.storage.stores import Explicit, Folder, Memory, Store
+
+#: A port that nobody listens on.
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a user has who did not install obstore."""
+    pytest.importorskip("obstore", reason="obstore is not installed: this is what the other tests of S3 are without it")
+    monkeypatch.setitem(sys.modules, "obstore", None)
+
+
+@pytest.fixture(autouse=True, scope="class")
+def _new_clients() -> Iterator[None]:
+    """A client that was made for another server remembers the variables of that time; making one takes long."""
+    clients = (S3FileSystem, GCSFileSystem, AzureBlobFileSystem)
+    for client in clients:
+        client.clear_instance_cache()
+    yield
+    for client in clients:
+        client.clear_instance_cache()
+
+
+def enter(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+class TestLocal(StorageContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return Store(str(tmp_path), Folder(tmp_path))
+
+
+class TestMemory(StorageContract):
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        MemoryFileSystem.store.clear()
+        MemoryFileSystem.pseudo_dirs[:] = [""]
+        yield Store("memory:/", Memory())
+        MemoryFileSystem.store.clear()
+
+
+def s3_store(bucket: Bucket) -> Store:
+    options = {"endpoint_url": bucket.server.endpoint, "key": "test", "secret": SECRET}
+    return Store(bucket.url, bucket, Explicit(bucket.url, options, {"AWS_ENDPOINT_URL": NOWHERE}))
+
+
+class TestS3(StorageContract):
+    beyond_limits = 12 * MIB
+
+    @pytest.fixture
+    def moto(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+        """As the fixture ``bucket``, but clients stay."""
+        enter(server.environment, monkeypatch)
+        return Bucket(server)
+
+    @pytest.fixture
+    def store(self, moto: Bucket) -> Store:
+        return s3_store(moto)
+
+
+@pytest.mark.usefixtures("without_obstore")
+class TestS3WithoutObstore(TestS3):
+    pass
+
+
+class TestS3FarAway(TestS3):
+    @pytest.fixture
+    def store(self, moto: Bucket) -> Iterator[Store]:
+        with moto.refusing(lambda method, path: sleep(0.005)):
+            yield s3_store(moto)
+
+
+class TestS3WithTransientFaults(TestS3):
+    @pytest.fixture
+    def store(self, moto: Bucket) -> Iterator[Store]:
+        """Every twelfth request goes wrong, each time in another way."""
+        faults = (503, Fault.RESET, 500, Fault.CUT, 429)
+        outcomes = cycle([outcome for fault in faults for outcome in (*[None] * 11, fault)])
+        with moto.refusing(lambda method, path: next(outcomes)):
+            yield s3_store(moto)
+
+
+@pytest.fixture(scope="session")
+def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    """One bucket for all tests, for the first file of each takes long."""
+    if weed.PROGRAM is None:
+        pytest.skip(weed.MISSING)
+    with seaweedfs_server(tmp_path_factory.mktemp("seaweedfs")) as running:
+        yield Bucket(running)
+
+
+class TestSeaweedFS(StorageContract):
+    beyond_limits = 12 * MIB
+
+    @pytest.fixture
+    def store(self, seaweedfs: Bucket, monkeypatch: pytest.MonkeyPatch) -> Store:
+        enter(seaweedfs.server.environment, monkeypatch)
+        seaweedfs.empty()
+        return s3_store(seaweedfs)
+
+
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[GcsServer]:
+    with gcs_server() as running:
+        yield running
+
+
+class TestGcs(StorageContract):
+    beyond_limits = 12 * MIB
+
+    @pytest.fixture
+    def store(self, gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Store:
+        enter(gcs.environment, monkeypatch)
+        monkeypatch.setitem(fsspec.config.conf, "gcs", {"token": "anon"})  # and not the credentials of who runs this
+        bucket = GcsBucket(gcs)
+        options = {"endpoint_url": gcs.endpoint, "token": "anon", "project": PROJECT}
+        return Store(bucket.url, bucket, Explicit(bucket.url, options, {"STORAGE_EMULATOR_HOST": NOWHERE}))
+
+
+@pytest.fixture(scope="session")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]:
+    if not azurite.is_installed():
+        pytest.skip(azurite.MISSING)
+    with azure_server(tmp_path_factory.mktemp("azurite")) as running:
+        yield running
+
+
+@pytest.mark.azure
+class TestAzure(StorageContract):
+    beyond_limits = 12 * MIB
+
+    @pytest.fixture
+    def store(self, azure: AzureServer, monkeypatch: pytest.MonkeyPatch) -> Store:
+        enter(azure.environment, monkeypatch)
+        container = Container(azure)
+        options = {"connection_string": azure.connection_string}
+        nowhere = azure.connection_string.replace(azure.endpoint, NOWHERE)
+        misleading = {"AZURE_STORAGE_CONNECTION_STRING": nowhere}
+        return Store(container.url, container, Explicit(container.url, options, misleading))
+
+
+def with_login_as_options(url: str) -> Explicit:
+    return Explicit(url.replace(f"{USER}:{SECRET}@", ""), {"username": USER, "password": SECRET})
+
+
+@pytest.fixture(scope="session")
+def sftp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    folder = tmp_path_factory.mktemp("sftp")
+    with sftp_server(folder) as url:
+        yield url, folder
+    SFTPFileSystem.clear_instance_cache()
+
+
+class TestSftp(StorageContract):
+    @pytest.fixture
+    def store(self, sftp: tuple[str, Path]) -> Store:
+        url, folder = sftp
+        shutil.rmtree(folder)
+        folder.mkdir()
+        return Store(url, Folder(folder), with_login_as_options(url))
+
+
+class TestFtp(StorageContract):
+    has_threads = False  # it has one control connection
+
+    @pytest.fixture
+    def store(self, ftp: str, tmp_path: Path) -> Store:
+        return Store(ftp, Folder(tmp_path / "ftp"), with_login_as_options(ftp))
