@@ -20,10 +20,10 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.storage.location import locate
 from lightning.fabric.storage.transport import fsspec as fsspec_transport
-from lightning.fabric.storage.transport import open_writer, sink
+from lightning.fabric.storage.transport import multipart, open_writer, sink
 from lightning.fabric.utilities.load import _lazy_load, _materialize_tensors
+from tests.storage.places import NAME, Store
 from tests.storage.states import Raising, assert_same, checkpoint, serialized, value_of
-from tests.storage.stores import NAME, Store
 
 MIB = 2**20
 DTYPES = (
@@ -49,7 +49,7 @@ def write(url: str, content: bytes, error: BaseException | None = None) -> None:
 def lower_limits(patch: pytest.MonkeyPatch) -> None:
     """Makes a checkpoint of a few MiB go through what is otherwise for many GiB."""
     patch.setattr(sink, "_LARGEST_WRITE", 300_000)
-    patch.setattr(fsspec_transport, "_SMALLEST_PART", 5 * MIB)
+    patch.setattr(multipart, "SMALLEST_PART", 5 * MIB)
     patch.setattr(fsspec_transport, "_AZURE_PIPE_LIMIT", 6 * MIB)
 
 

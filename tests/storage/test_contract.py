@@ -23,7 +23,7 @@ from tests.servers.gcs import PROJECT, GcsBucket, GcsServer, gcs_server
 from tests.servers.seaweedfs import seaweedfs_server
 from tests.servers.sftp import sftp_server
 from tests.storage.contract import MIB, StorageContract
-from tests.storage.stores import Explicit, Folder, Memory, Store
+from tests.storage.places import Explicit, Folder, Memory, Store
 
 #: A port that nobody listens on.
 NOWHERE = "http://127.0.0.1:9"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsspec import AbstractFileSystem, available_protocols
+from fsspec import AbstractFileSystem, available_protocols, get_filesystem_class
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
@@ -89,10 +89,29 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
 
     Other processes write to the store as well, so what the file system remembers about that path is forgotten.
     """
-    fs, path = url_to_fs(str(url), **options_of(url))
+    text, options = str(url), dict(options_of(url))
+    folder, name = _split_where_taken_for_a_query(text)
+    fs, path = url_to_fs(folder, **options)
+    path = f"{path.rstrip('/')}/{name}" if name else path
+    path = path.rstrip("/") or path  # else it would be another name on an object store
     for stale in (path, fs._parent(path)):
         fs.invalidate_cache(stale)
     return fs, path
+
+
+def _split_where_taken_for_a_query(url: str) -> tuple[str, str]:
+    """Splits off what follows the last folder before a ``?`` or ``#``, if the file system takes that for a query.
+
+    A website does so rightly. FTP has no queries, and its file system forgets them.
+    """
+    mark = re.search(r"[?#]", url)
+    protocol = get_protocol(url)
+    if mark is None or protocol not in available_protocols():
+        return url, ""
+    if not {"url_query", "url_fragment"} & get_filesystem_class(protocol)._get_kwargs_from_urls(url).keys():
+        return url, ""
+    end = url.rindex("/", 0, mark.start())
+    return url[: end + 1], url[end + 1 :]
 
 
 def options_of(url: str) -> Mapping[str, Any]:

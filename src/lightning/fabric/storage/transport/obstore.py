@@ -1,6 +1,7 @@
 """Objects of S3, GCS and Azure through obstore, whose engine moves many parts at a time and holds the GIL for none."""
 
 import concurrent.futures
+import logging
 import queue
 import re
 import threading
@@ -12,7 +13,6 @@ import numpy as np
 from fsspec import AbstractFileSystem
 
 from lightning.fabric.storage.transport.multipart import (
-    ABORT_S,
     MOST_PARTS,
     PARTS_IN_FLIGHT,
     check_size,
@@ -24,6 +24,11 @@ from lightning.fabric.storage.transport.sink import PieceSink
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+log = logging.getLogger(__name__)
+
+#: How long an interrupted save waits for its upload to end before it says so, and then at most.
+_PATIENCE_S = 2
+_LONGEST_WAIT_S = 60
 #: How often a thread that waits for room looks whether the upload goes on at all.
 _POLL_S = 0.1
 _CHUNK = 2**20
@@ -86,12 +91,13 @@ class _Upload:
         self._outcome.result()
 
     def abort(self) -> None:
-        """Takes the upload back. What is being committed already is waited for."""
+        """Takes the upload back. One whose last parts are on their way cannot be stopped, and is waited for."""
         self._given_up.set()
-        if self._part_size:
-            concurrent.futures.wait([self._outcome], ABORT_S)
-            if not self._outcome.done():
-                warn_of_unfinished(self._name)
+        if not self._part_size or concurrent.futures.wait([self._outcome], _PATIENCE_S).done:
+            return
+        log.warning(f"Waiting until the upload of {self._name!r} has ended. Interrupt again to leave it unfinished")
+        if not concurrent.futures.wait([self._outcome], _LONGEST_WAIT_S).done:
+            warn_of_unfinished(self._name)
 
     def _start_once(self) -> None:
         if not self._part_size:  # not earlier: only now have all storages been announced
