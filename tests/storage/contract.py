@@ -90,7 +90,7 @@ class StorageContract:
     #: Characters that no name can have: saving under one is an error that says so.
     cannot_name: ClassVar[str] = ""
     #: Bytes that are more than the lowered limits let through at once.
-    beyond_limits: ClassVar[int] = MIB // 2
+    beyond_limits: ClassVar[int] = 400_000
     #: Whether a client can be used by several threads.
     has_threads: ClassVar[bool] = True
 

@@ -32,7 +32,9 @@ NOWHERE = "http://127.0.0.1:9"
 @pytest.fixture
 def without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a user has who did not install obstore."""
-    pytest.importorskip("obstore", reason="obstore is not installed: this is what the other tests of S3 are without it")
+    pytest.importorskip(
+        "obstore", reason="obstore is not installed: the other tests of this store do without it already"
+    )
     monkeypatch.setitem(sys.modules, "obstore", None)
 
 
@@ -108,6 +110,11 @@ class TestS3WithTransientFaults(TestS3):
             yield s3_store(moto)
 
 
+@pytest.mark.usefixtures("without_obstore")
+class TestS3WithTransientFaultsWithoutObstore(TestS3WithTransientFaults):
+    pass
+
+
 @pytest.fixture(scope="session")
 def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
     """One bucket for all tests, for the first file of each takes long."""
@@ -145,6 +152,11 @@ class TestGcs(StorageContract):
         return Store(bucket.url, bucket, Explicit(bucket.url, options, {"STORAGE_EMULATOR_HOST": NOWHERE}))
 
 
+@pytest.mark.usefixtures("without_obstore")
+class TestGcsWithoutObstore(TestGcs):
+    pass
+
+
 @pytest.fixture(scope="session")
 def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]:
     if not azurite.is_installed():
@@ -165,6 +177,11 @@ class TestAzure(StorageContract):
         nowhere = azure.connection_string.replace(azure.endpoint, NOWHERE)
         misleading = {"AZURE_STORAGE_CONNECTION_STRING": nowhere}
         return Store(container.url, container, Explicit(container.url, options, misleading))
+
+
+@pytest.mark.usefixtures("without_obstore")
+class TestAzureWithoutObstore(TestAzure):
+    pass
 
 
 def with_login_as_options(url: str) -> Explicit:

@@ -16,12 +16,15 @@ from tests.servers import Bucket
 from tests.storage.saver import NEW, PARAMETERS
 from tests.storage.states import checkpoint, serialized, value_of
 
-#: How long the store keeps the process waiting for its second part, if the process does not end before.
-HELD_S = 2
 
+def signal_in_the_middle_of_a_save(bucket: Bucket, number: int, held_s: float, *saver: str) -> int:
+    """Overwrites ``x.ckpt`` in a process that gets a signal while its second part is held up.
 
-def signal_in_the_middle_of_a_save(bucket: Bucket, saver: str, number: int) -> int:
-    """Overwrites ``x.ckpt`` in a process that gets the signal when its first part is stored and its second is not.
+    Args:
+        bucket: Where to.
+        number: The signal.
+        held_s: For how many seconds after it the part is held up, if the process does not end before.
+        saver: How :mod:`tests.storage.saver` is to save.
 
     Returns:
         What the process returned.
@@ -33,7 +36,7 @@ def signal_in_the_middle_of_a_save(bucket: Bucket, saver: str, number: int) -> i
             is_in_the_middle.set()
             goes_on.wait(60)
 
-    command = [sys.executable, "-m", "tests.storage.saver", saver, f"{bucket.url}/x.ckpt"]
+    command = [sys.executable, "-m", "tests.storage.saver", f"{bucket.url}/x.ckpt", *saver]
     with (
         bucket.refusing(hold_second_part),
         subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True) as process,
@@ -43,7 +46,7 @@ def signal_in_the_middle_of_a_save(bucket: Bucket, saver: str, number: int) -> i
                 assert process.poll() is None, process.communicate()
             process.send_signal(number)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(HELD_S)
+                process.wait(held_s)
             goes_on.set()
             process.communicate(timeout=60)
         finally:
@@ -56,19 +59,27 @@ def load(bucket: Bucket) -> Any:
     return torch.load(io.BytesIO(bucket.get("x.ckpt")), weights_only=False)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_the_old_checkpoint_survives_a_process_that_is_ended_while_it_saves(bucket: Bucket, number: int) -> None:
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_ctrl_c_in_the_middle_of_a_save_takes_it_back(bucket: Bucket, engine: str) -> None:
+    if engine == "obstore":
+        pytest.importorskip("obstore")
     bucket.put("x.ckpt", serialized(checkpoint(1)))
-    assert signal_in_the_middle_of_a_save(bucket, "plugin", number) == -number
-    assert bucket.names() == ["x.ckpt"]
+    assert signal_in_the_middle_of_a_save(bucket, signal.SIGINT, 5, "plugin", engine) == -signal.SIGINT
     assert value_of(load(bucket)) == 1
-    if number == signal.SIGINT:  # after the other, there is nobody who could
-        assert bucket.unfinished_uploads() == []
+    assert bucket.names() == ["x.ckpt"]
+    assert bucket.unfinished_uploads() == []
+
+
+def test_the_old_checkpoint_survives_a_process_that_is_killed_while_it_saves(bucket: Bucket) -> None:
+    bucket.put("x.ckpt", serialized(checkpoint(1)))
+    assert signal_in_the_middle_of_a_save(bucket, signal.SIGKILL, 5, "plugin") == -signal.SIGKILL
+    assert value_of(load(bucket)) == 1
+    assert bucket.names() == ["x.ckpt"]
 
 
 def test_a_trainer_that_is_asked_to_terminate_finishes_the_save_and_ends(bucket: Bucket) -> None:
     bucket.put("x.ckpt", serialized(checkpoint(1)))
-    assert signal_in_the_middle_of_a_save(bucket, "trainer", signal.SIGTERM) == 0
-    assert bucket.names() == ["x.ckpt"]
+    assert signal_in_the_middle_of_a_save(bucket, signal.SIGTERM, 0.5, "trainer") == 0
     assert torch.equal(load(bucket)["state_dict"]["w"], torch.full((PARAMETERS,), NEW))
+    assert bucket.names() == ["x.ckpt"]
     assert bucket.unfinished_uploads() == []
