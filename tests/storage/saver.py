@@ -1,4 +1,4 @@
-"""A process that saves a checkpoint of 60 MiB: `python -m tests.storage.saver URL plugin|trainer [fsspec]`.
+"""A process that saves 60 MiB in parts of 5 MiB: `python -m tests.storage.saver URL plugin|trainer [fsspec]`.
 
 With `fsspec` it does without obstore.
 """
@@ -7,6 +7,8 @@ import sys
 from typing import Any
 
 import torch
+
+from lightning.fabric.storage.transport import multipart
 
 PARAMETERS = 15 * 2**20
 NEW = 2.0
@@ -50,4 +52,5 @@ if __name__ == "__main__":
     url, saver, *engine = sys.argv[1:]
     if engine == ["fsspec"]:
         sys.modules["obstore"] = None
+    multipart.SMALLEST_PART = 5 * 2**20
     {"plugin": save_with_plugin, "trainer": save_with_trainer}[saver](url)

@@ -1,6 +1,7 @@
 """Processes that get a signal while they overwrite a checkpoint on S3."""
 
 import io
+import re
 import signal
 import subprocess
 import sys
@@ -18,12 +19,14 @@ from tests.storage.states import checkpoint, serialized, value_of
 
 
 def signal_in_the_middle_of_a_save(bucket: Bucket, number: int, held_s: float, *saver: str) -> int:
-    """Overwrites ``x.ckpt`` in a process that gets a signal while its second part is held up.
+    """Overwrites ``x.ckpt`` in a process that gets a signal while all parts but the first are held up.
+
+    These are more parts than are on their way at a time, so that there is something left to stop.
 
     Args:
         bucket: Where to.
         number: The signal.
-        held_s: For how many seconds after it the part is held up, if the process does not end before.
+        held_s: For how many seconds after it the parts are held up, if the process does not end before.
         saver: How :mod:`tests.storage.saver` is to save.
 
     Returns:
@@ -31,14 +34,15 @@ def signal_in_the_middle_of_a_save(bucket: Bucket, number: int, held_s: float, *
     """
     is_in_the_middle, goes_on = threading.Event(), threading.Event()
 
-    def hold_second_part(method: str, path: str) -> None:
-        if "partNumber=2" in path:
+    def hold(method: str, path: str) -> None:
+        number = re.search(r"partNumber=(\d+)", path)
+        if number is not None and number[1] != "1":
             is_in_the_middle.set()
             goes_on.wait(60)
 
     command = [sys.executable, "-m", "tests.storage.saver", f"{bucket.url}/x.ckpt", *saver]
     with (
-        bucket.refusing(hold_second_part),
+        bucket.refusing(hold),
         subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True) as process,
     ):
         try:
