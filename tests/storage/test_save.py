@@ -171,6 +171,9 @@ def test_azure_gets_more_than_its_clients_blocks_can_hold_as_a_stream(monkeypatc
     class Client(MemoryFileSystem):
         __module__ = "adlfs.spec"
 
+        def split_path(self, path: str) -> tuple[str, str, None]:
+            return "container", path.lstrip("/"), None
+
         def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
             piped.append(value)
 

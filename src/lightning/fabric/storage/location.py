@@ -88,6 +88,10 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     """The fsspec file system of ``url``, and the path of ``url`` in it.
 
     Other processes write to the store as well, so what the file system remembers about that path is forgotten.
+
+    Raises:
+        ValueError: The protocol is not known, or the file system has no file of that name.
+        ImportError: The client of the store is not installed.
     """
     text, options = str(url), dict(options_of(url))
     folder, name = _split_where_taken_for_a_query(text)
@@ -108,10 +112,13 @@ def _split_where_taken_for_a_query(url: str) -> tuple[str, str]:
     protocol = get_protocol(url)
     if mark is None or protocol not in available_protocols():
         return url, ""
-    if not {"url_query", "url_fragment"} & get_filesystem_class(protocol)._get_kwargs_from_urls(url).keys():
-        return url, ""
-    end = url.rindex("/", 0, mark.start())
-    return url[: end + 1], url[end + 1 :]
+    end = url.rindex("/", 0, mark.start()) + 1
+    kind = get_filesystem_class(protocol)
+    if {"url_query", "url_fragment"} & kind._get_kwargs_from_urls(url).keys():
+        return url[:end], url[end:]
+    if not str(kind._strip_protocol(url)).endswith(url[end:].rstrip("/")):  # and would do so on every call
+        raise ValueError(f"{kind.__name__} takes {display(url)!r} for another name: use one without `?` and `#`")
+    return url, ""
 
 
 def options_of(url: str) -> Mapping[str, Any]:

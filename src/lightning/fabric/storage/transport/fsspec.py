@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 #: adlfs uploads with the blocks of 4 MiB that the Azure client is set to, and a blob has at most 50,000 of them.
 _AZURE_PIPE_LIMIT = 45_000 * 4 * 2**20
+#: How much is asked for at once where requests are small.
+_LARGEST_SPAN = 4 * 2**20
 #: What an object is, as far as file systems tell: if one of these is another, so is the object.
 _IDENTITY = ("size", "ETag", "etag", "generation", "LastModified", "last_modified", "mtime", "modify", "created")
 
@@ -39,7 +41,11 @@ def open_writer(fs: AbstractFileSystem, path: str, streaming: bool) -> Iterator[
         try:
             # autocommit: else the file joins a transaction that someone has open on this shared file system
             with fs.open(temporary, "wb", autocommit=True) as file:
-                yield Sink(file, copies=True)
+                if hasattr(file, "set_pipelined"):  # SFTP: do not wait for an answer after each 32 KiB
+                    file.set_pipelined(True)
+                sink = Sink(file, copies=True)
+                yield sink
+            _check_size(fs, temporary, sink.tell())
             _replace(fs, temporary, path)
         except BaseException:
             _clean_up(fs, temporary)
@@ -89,8 +95,7 @@ class Source:
         if self.parallel:
             data = Call(self._fs, self._fs._cat_file(self._path, start=start, end=start + len(view))).result()
         else:
-            self._file.seek(start)
-            data = _read_whole(self._file, len(view))
+            data = _read_whole(self._file, start, len(view))
         if len(data) != len(view):
             raise ConnectionError(f"{len(data)} bytes came instead of {len(view)}")
         view[:] = data
@@ -110,7 +115,11 @@ class Source:
             raise OSError("it was replaced while it was read: load it again")
 
 
-def _read_whole(file: Any, count: int) -> bytes:
+def _read_whole(file: Any, start: int, count: int) -> bytes:
+    if hasattr(file, "readv"):  # SFTP: do not wait for an answer before asking for the next 32 KiB
+        spans = [(at, min(_LARGEST_SPAN, start + count - at)) for at in range(start, start + count, _LARGEST_SPAN)]
+        return b"".join(file.readv(spans, max_concurrent_prefetch_requests=_LARGEST_SPAN // 2**15))
+    file.seek(start)
     parts = []
     while count > 0 and (part := file.read(count)):
         parts.append(part)
@@ -127,7 +136,7 @@ def _pipe(fs: AbstractFileSystem, path: str, data: bytes) -> None:
     size = part_size(len(data))
     pipe_file = getattr(fs, "_pipe_file", fs.pipe_file)
     sized = {"chunksize": size} if "chunksize" in inspect.signature(pipe_file).parameters else {}
-    if "adlfs" in _clients(fs) and len(data) > _AZURE_PIPE_LIMIT:
+    if "adlfs" in _clients(fs) and (len(data) > _AZURE_PIPE_LIMIT or _confuses_adlfs(fs, path)):
         with _stream(fs, path, size) as file:
             file.write(data)
     elif isinstance(fs, AsyncFileSystem):
@@ -148,6 +157,15 @@ class _GrowingParts(Sink):
     def write(self, data: Any) -> int:
         self._file.blocksize = streamed_part_size(self.tell())
         return super().write(data)
+
+
+def _confuses_adlfs(fs: Any, path: str) -> bool:
+    """Whether adlfs raises an error after the upload: it takes brackets in the first folder for an address (IPv6)."""
+    try:
+        fs._parent(fs.split_path(path)[1])
+    except ValueError:
+        return True
+    return False
 
 
 @contextmanager
@@ -172,6 +190,14 @@ def _stream(fs: AbstractFileSystem, path: str, part: int) -> Iterator[Any]:
 def _clients(fs: AbstractFileSystem) -> set[str]:
     """The packages that the file system's class and its bases come from."""
     return {base.__module__.partition(".")[0] for base in type(fs).__mro__}
+
+
+def _check_size(fs: AbstractFileSystem, path: str, size: int) -> None:
+    """Sees that everything arrived, before it takes the place of a file that is whole."""
+    fs.invalidate_cache(fs._parent(path))
+    found = fs.info(path)["size"]
+    if found is not None and found != size:
+        raise OSError(f"{found} bytes arrived of {size} that were sent")
 
 
 def _replace(fs: AbstractFileSystem, temporary: str, path: str) -> None:
