@@ -139,7 +139,6 @@ def _config(fs: S3FileSystem, bucket: str, target: _Target) -> dict[str, Any]:
         "request_payer": requests.get("RequestPayer") == "requester",
         "s3_express": False,
         "conditional_put": "etag",
-        "disable_tagging": False,
         **encryption,
     }
 
