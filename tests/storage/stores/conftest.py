@@ -1,7 +1,9 @@
 import logging
 import os
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,6 +41,12 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 def tls_records(certificates: Certificates) -> Iterator[Recorder]:
     with recorder(certificates.server) as running:
         yield running
+
+
+@pytest.fixture
+def trusted(monkeypatch: pytest.MonkeyPatch, certificates: Certificates) -> None:
+    """Python's own certificates include those of the tests; the system's, which obstore knows too, do not."""
+    monkeypatch.setattr(ssl, "get_default_verify_paths", lambda: SimpleNamespace(cafile=str(certificates.authority)))
 
 
 @pytest.fixture

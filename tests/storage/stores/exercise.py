@@ -16,7 +16,7 @@ def exercise(native: tuple[Any, str] | None) -> None:
     """Writes an object in one piece and another one in parts, and reads them."""
     assert native is not None
     store, name = native
-    obstore.put(store, name, b"0123456789", use_multipart=False)
+    obstore.put(store, name, b"0123456789", mode="create")
     parts = b"a" * 5 * MIB + b"b" * MIB
     obstore.put(store, f"{name}.parts", parts, chunk_size=5 * MIB)
     assert bytes(obstore.get_range(store, name, start=2, end=5)) == b"234"
@@ -34,7 +34,7 @@ def poison(variable: str, elsewhere: str) -> str:
     """A value for a variable of obstore's that leads astray, if anything does, and not to an error."""
     switches = ("SKIP", "DISABLE", "EXPRESS", "PAYER", "FALLBACK", "UNSIGNED", "VIRTUAL", "EMULATOR", "_CLI", "ENABLED")
     exact = {
-        "AWS_CONDITIONAL_PUT": "etag",
+        "AWS_CONDITIONAL_PUT": "disabled",
         "AWS_COPY_IF_NOT_EXISTS": "multipart",
         "AWS_CHECKSUM_ALGORITHM": "SHA256",
         "AWS_SERVER_SIDE_ENCRYPTION": "AES256",

@@ -65,8 +65,8 @@ class Request:
 
     def is_signed_with(self, account: str, key: str) -> bool:
         """Whether the signature is that of an account key of Azure."""
-        headers = {**self.headers, "content-length": self.headers.get("content-length", "").replace("0", "0", 1)}
-        if headers["content-length"] == "0":
+        headers = dict(self.headers)
+        if headers.get("content-length") == "0":
             headers["content-length"] = ""
         own = sorted((name, value) for name, value in headers.items() if name.startswith("x-ms-"))
         lines = [self.method, *(headers.get(name, "") for name in _AZURE_SIGNED_HEADERS)]
@@ -117,7 +117,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _store(self, request: Request) -> None:
         query, objects = request.query, self.server.objects
         parts = self.server.parts.setdefault(request.path, {})
-        if request.method == "POST" and "uploads" in query:
+        if request.method == "DELETE":
+            self._answer(204)
+        elif request.method == "POST" and "uploads" in query:
             self._answer(200, b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>")
         elif request.method == "PUT" and (name := query.get("partNumber") or query.get("blockid")):
             parts[name] = request.body

@@ -11,7 +11,7 @@ from fsspec.core import url_to_fs
 from lightning.fabric.storage.transport import stores
 from lightning.fabric.storage.transport.stores import common, native_store
 from tests.storage.stores.exercise import documented_variables, exercise, poison, without_times
-from tests.storage.stores.recorder import Certificates, Recorder, recorder
+from tests.storage.stores.recorder import Recorder, recorder
 
 ACCOUNT, KEY = "lab", "c2VjcmV0LWtleS1vZi10aGUtYWNjb3VudA=="
 SIGNATURE = "sv=2024-01-01&sp=rcw&sig=a%2Bb%2Fc%3D"
@@ -30,11 +30,6 @@ def emulated(records: Recorder, secret: str = f"AccountKey={KEY}") -> str:
 
 def hosted(records: Recorder) -> dict[str, str]:
     return {"account_name": ACCOUNT, "account_host": f"{records.url.partition('://')[2]}/{ACCOUNT}"}
-
-
-@pytest.fixture
-def trusted(monkeypatch: pytest.MonkeyPatch, certificates: Certificates) -> None:
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificates.authority))
 
 
 def test_objects_go_to_an_emulator_and_come_back(records: Recorder) -> None:

@@ -15,16 +15,13 @@ from google.oauth2.credentials import Credentials
 from lightning.fabric.storage.transport import stores
 from lightning.fabric.storage.transport.stores import common, native_store
 from tests.storage.stores.exercise import NAME, documented_variables, exercise, poison, without_times
-from tests.storage.stores.recorder import Certificates, Recorder, recorder
+from tests.storage.stores.recorder import Recorder, recorder
 
 TOKEN = "ya29.correct-horse-battery-staple"
 STUBBORN = {"GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY"}
 Told = Callable[[], list[str]]
 
-
-@pytest.fixture(autouse=True)
-def trusted(monkeypatch: pytest.MonkeyPatch, certificates: Certificates) -> None:
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificates.authority))
+pytestmark = pytest.mark.usefixtures("trusted")
 
 
 def opened(records: Recorder, **options: Any) -> tuple[gcsfs.GCSFileSystem, str]:

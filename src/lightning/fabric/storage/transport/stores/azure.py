@@ -60,10 +60,6 @@ def make_store(fs: AzureBlobFileSystem, container: str, reading: bool) -> "Azure
         "endpoint": url,
         "skip_signature": credentials is None,
         "use_emulator": False,  # it stands for an address, which we have
-        "use_fabric_endpoint": False,
-        "use_azure_cli": False,
-        "disable_tagging": False,
-        "credential_type": "auto",
     }
     common.check_environment(_VARIABLES, config)
     client_options = common.client_options(

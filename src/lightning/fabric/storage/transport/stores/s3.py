@@ -108,10 +108,11 @@ async def _resolve(fs: S3FileSystem, bucket: str) -> _Target:
         url, headers, _ = await client._resolve_endpoint_ruleset(operation, {"Bucket": bucket, "Key": "x"}, context)
     except BotoCoreError as error:
         raise NotNative(f"the client does not reach the bucket ({type(error).__name__})") from error
-    if headers or context["auth_type"] not in ("v4", "s3v4", "none"):
-        raise NotNative(f"obstore does not sign requests as the client does ({context['auth_type']})")
+    signature = context.get("auth_type")
+    if headers or signature not in ("v4", "s3v4", "none"):
+        raise NotNative(f"obstore does not sign requests as the client does ({signature})")
     region = context.get("signing", {}).get("region", client.meta.region_name)
-    return _Target(client, url, region, context["auth_type"] != "none")
+    return _Target(client, url, region, signature != "none")
 
 
 async def _learn_region(client: Any, bucket: str) -> None:
@@ -139,7 +140,6 @@ def _config(fs: S3FileSystem, bucket: str, target: _Target) -> dict[str, Any]:
         "request_payer": requests.get("RequestPayer") == "requester",
         "s3_express": False,
         "conditional_put": "etag",
-        "disable_tagging": False,
         **encryption,
     }
 
