@@ -25,8 +25,9 @@ OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init_
 
 setup: $(FORK_STAMP)
 
+# Two at a time, for much of what they do is to wait; each file's tests in one process, which share its servers.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # What `make test` leaves out, for it needs npm. A version of azurite is installed once, into a folder of its own.
 test-azure: setup $(AZURITE)/installed-$(AZURITE_VERSION)

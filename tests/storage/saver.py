@@ -3,6 +3,7 @@
 With `fsspec` it does without obstore.
 """
 
+import signal
 import sys
 from typing import Any
 
@@ -49,6 +50,7 @@ def save_with_trainer(url: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     url, saver, *engine = sys.argv[1:]
     if engine == ["fsspec"]:
         sys.modules["obstore"] = None

@@ -239,6 +239,8 @@ class Website(SimpleHTTPRequestHandler):
     def send_head(self) -> Any:
         path = Path(self.translate_path(self.path))
         self.server.requests.append((self.command, self.headers.get("Range")))
+        if self.server.statuses:
+            return self.send_error(self.server.statuses.pop())
         if not self.server.ranges or not path.exists():
             return super().send_head()
         data = path.read_bytes()
@@ -259,13 +261,42 @@ class Website(SimpleHTTPRequestHandler):
 def website(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
     """Serves the folder ``tmp_path``."""
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), partial(Website, directory=os.fspath(tmp_path)))
-    server.ranges, server.requests, server.url = False, [], f"http://127.0.0.1:{server.server_port}"
+    server.ranges, server.statuses, server.requests, server.url = (
+        False,
+        [],
+        [],
+        f"http://127.0.0.1:{server.server_port}",
+    )
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     yield server
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(401, PermissionError), (403, PermissionError), (404, FileNotFoundError), (418, OSError)]
+)
+def test_a_website_that_refuses_is_not_taken_for_one_that_lacks_the_file(
+    website: Any, status: int, kind: type[OSError]
+) -> None:
+    website.statuses = [status] * 9
+    with pytest.raises(kind, match=r"x\.ckpt") as raised:
+        _load(f"{website.url}/x.ckpt")
+    assert type(raised.value) is kind
+
+
+def test_a_website_that_is_busy_is_asked_again(website: Any, tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "x.ckpt")
+    website.statuses = [503, 503]
+    assert same(_load(f"{website.url}/x.ckpt"), STATE)
+
+
+def test_a_file_that_is_no_checkpoint_is_named(bucket: Bucket) -> None:
+    bucket.put("x.ckpt", b"<html>" * 1000)
+    with pytest.raises(pickle.UnpicklingError, match=rf"Could not load {bucket.url}/x\.ckpt"):
+        load_file(f"{bucket.url}/x.ckpt")
 
 
 @pytest.mark.parametrize("ranges", [True, False])
@@ -295,6 +326,17 @@ def test_a_local_file_whose_name_starts_like_a_url_is_a_local_file(
     monkeypatch.chdir(tmp_path)
     torch.save(STATE, "http_model.ckpt")
     assert same(_load("http_model.ckpt"), STATE)
+
+
+def test_a_store_that_is_out_of_reach_is_told_of_before_it_is_given_up(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, impatient: None
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("lightning.fabric.storage.transport.obstore._PATIENCE_WITH_STORES_S", 0.2)
+    with pytest.raises(ConnectionError, match="Connection refused") as raised:
+        load_file(f"{bucket.url}/x.ckpt")
+    assert "is the endpoint right?" in caplog.text
+    assert "max_retries" not in str(raised.value)
 
 
 def test_a_closed_file_leaves_no_thread_behind(small_blocks: None) -> None:

@@ -152,6 +152,12 @@ def test_a_rename_that_fails_for_another_reason_is_an_error(tmp_path: Path, monk
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
+def test_a_bucket_is_no_place_for_a_file(bucket: Bucket) -> None:
+    for url in (bucket.url, f"{bucket.url}/"):
+        with pytest.raises(ValueError, match="is a bucket, and not a place in one"):
+            save_file(STATE, url)
+
+
 def test_a_client_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class Client(TreeFileSystem):
         __module__ = "s3fs.core"

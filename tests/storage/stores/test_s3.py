@@ -216,6 +216,7 @@ class OtherFileSystem(s3fs.S3FileSystem):
         ({"s3_additional_kwargs": {"SSEKMSKeyId": SECRET}}, "`ServerSideEncryption`"),
         ({"config_kwargs": {"user_agent_extra": SECRET}}, "`user_agent_extra`"),
         ({"config_kwargs": {"client_cert": SECRET}}, "`client_cert`"),
+        ({"config_kwargs": {"request_checksum_calculation": "when_supported"}}, "`request_checksum_calculation`"),
         ({"config_kwargs": {"s3": {"some_style": SECRET}}}, "`some_style`"),
         ({"config_kwargs": {"signature_version": "s3"}}, "does not sign requests as the client does"),
         ({"client_kwargs": {"aws_account_id": SECRET}}, "`aws_account_id`"),

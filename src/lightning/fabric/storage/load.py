@@ -1,6 +1,7 @@
 """Loads one file."""
 
 import os
+import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -145,6 +146,8 @@ def _damage_explained(location: Location) -> Iterator[None]:
     """Torch's own errors about a damaged file do not name it."""
     try:
         yield
+    except pickle.UnpicklingError as error:
+        raise pickle.UnpicklingError(f"Could not load {display(location)}: {error}") from error
     except (RuntimeError, EOFError) as error:
         if isinstance(error, EOFError) or isinstance(error.__cause__, zipfile.BadZipFile) or _TORCHS in str(error):
             raise RuntimeError(f"{display(location)} is truncated, or is no checkpoint: {error}") from error

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, cast
 
-from lightning.fabric.storage.location import Location, display, filesystem, kind_of
+from lightning.fabric.storage.location import Location, display, filesystem, has_folders, kind_of
 from lightning.fabric.storage.transport import fsspec, local, obstore, s3
 from lightning.fabric.storage.transport.reader import RangedFile
-from lightning.fabric.storage.transport.retry import attempts_of, retrying
+from lightning.fabric.storage.transport.retry import attempts_of, chain, retrying, status_of
 from lightning.fabric.storage.transport.sink import Sink
 from lightning.fabric.storage.transport.stores import native_store
 
@@ -25,6 +25,7 @@ _KINDS = (
     TimeoutError,
     ConnectionError,
 )
+_KINDS_BY_STATUS = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
 
 
 @contextmanager
@@ -64,6 +65,8 @@ def _writer(location: Location, streaming: bool) -> AbstractContextManager[Sink]
     if isinstance(location, Path):
         return local.open_writer(location)
     fs, path = filesystem(location)
+    if not has_folders(fs) and "/" not in path.strip("/"):
+        raise ValueError(f"{display(location)} is a bucket, and not a place in one")
     native = native_store(fs, path)
     if native is not None:
         return obstore.open_writer(fs, path, *native)
@@ -122,7 +125,9 @@ class _Reads:
 
 
 def _failure(verb: str, location: Location, cause: BaseException) -> OSError:
-    kind: type[OSError] = next((kind for kind in _KINDS if isinstance(cause, kind)), OSError)
+    status = next((status for error in chain(cause) if (status := status_of(error)) is not None), 0)
+    by_status = _KINDS_BY_STATUS.get(status, OSError)
+    kind: type[OSError] = next((kind for kind in _KINDS if isinstance(cause, kind)), by_status)
     reason = display(str(cause)).rstrip(".")
     if not isinstance(cause, OSError) or not reason:
         reason = f"{type(cause).__name__}: {reason}"

@@ -16,7 +16,7 @@ from lightning.fabric.storage.location import display, info_of, is_object_store,
 from lightning.fabric.storage.namespace import move
 from lightning.fabric.storage.transport.calls import Call
 from lightning.fabric.storage.transport.multipart import part_size, streamed_part_size, warn_of_unfinished
-from lightning.fabric.storage.transport.retry import retrying, retrying_async
+from lightning.fabric.storage.transport.retry import retrying, retrying_async, status_of
 from lightning.fabric.storage.transport.sink import Sink
 
 log = logging.getLogger(__name__)
@@ -70,21 +70,17 @@ class Source:
     def __init__(self, fs: AbstractFileSystem, path: str) -> None:
         self._fs = fs
         self._path = path
+        #: Whether ranges can be read from many threads at a time.
+        self.parallel = isinstance(fs, AsyncFileSystem) and type(fs)._cat_file is not AsyncFileSystem._cat_file
+        self._whole = _whole_website(fs, path) if "http" in _protocols(fs) else None
+        if self._whole is not None:
+            self.size = len(self._whole)
+            return
         self._info = info_of(fs, path)
         if self._info["type"] != "file":
             raise (IsADirectoryError if self._info["type"] == "directory" else FileNotFoundError)(path)
-        #: Whether ranges can be read from many threads at a time.
-        self.parallel = isinstance(fs, AsyncFileSystem) and type(fs)._cat_file is not AsyncFileSystem._cat_file
-        self._file: Any = None
-        if "http" in _protocols(fs):
-            # A server that knows no ranges, which many do not tell, sends the whole file when it is asked for one byte
-            data = fs.cat_file(path, start=0, end=1) if self._info.get("size") else fs.cat_file(path)
-            if len(data) != 1 or not self._info.get("size"):
-                self._file, self.parallel = io.BytesIO(data), False
-                self._info["size"] = len(data)
-        elif not self.parallel:
-            self._file = fs.open(path, "rb")
         self.size = int(self._info["size"])
+        self._file: Any = None if self.parallel else fs.open(path, "rb")
 
     def read_into(self, start: int, view: memoryview) -> None:
         """Fills ``view`` with the bytes from ``start`` on.
@@ -92,7 +88,10 @@ class Source:
         Raises:
             OSError: Another number of bytes came.
         """
-        if self.parallel:
+        data: Any
+        if self._whole is not None:
+            data = self._whole[start : start + len(view)]
+        elif self.parallel:
             data = Call(self._fs, self._fs._cat_file(self._path, start=start, end=start + len(view))).result()
         else:
             data = _read_whole(self._file, start, len(view))
@@ -106,13 +105,33 @@ class Source:
         Raises:
             OSError: It is not.
         """
-        if isinstance(self._file, io.BytesIO):  # read in one piece
+        if self._whole is not None:
             return
         self._fs.invalidate_cache(self._path)
         self._fs.invalidate_cache(self._fs._parent(self._path))
         now = info_of(self._fs, self._path)
         if any(now.get(key) != self._info.get(key) for key in _IDENTITY):
             raise OSError("it was replaced while it was read: load it again")
+
+
+def _whole_website(fs: Any, path: str) -> memoryview | None:
+    """The file, if its server does not serve ranges: asked for one byte, it sends all of them. It may not tell before.
+
+    Raises:
+        Exception: aiohttp's own error. That of ``fs.info`` is a FileNotFoundError, whatever the reason is.
+    """
+    what = f"Reading {display(path)}"
+    try:
+        data = retrying(what, lambda: fs.cat_file(path, start=0, end=1))
+    except Exception as error:
+        if status_of(error) != 416:  # there is no first byte
+            raise
+        return memoryview(b"")
+    if len(data) == 1:
+        if fs.info(path).get("size") is not None:
+            return None
+        data = retrying(what, lambda: fs.cat_file(path))
+    return memoryview(data)
 
 
 def _read_whole(file: Any, start: int, count: int) -> bytes:

@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from fsspec import AbstractFileSystem
@@ -20,15 +20,22 @@ from lightning.fabric.storage.transport.multipart import (
     warn_of_unfinished,
 )
 from lightning.fabric.storage.transport.sink import PieceSink
+from lightning.fabric.storage.transport.stores.common import RETRY_DEADLINE_S
+from lightning.fabric.storage.transport.threads import in_thread
 
 if TYPE_CHECKING:
+    from obstore import WritableFile
     from obstore.store import ObjectStore
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 #: How long an interrupted save waits for its upload to end before it says so, and then at most.
 _PATIENCE_S = 2
 _LONGEST_WAIT_S = 60
+#: How long a store may take before the log says so.
+_PATIENCE_WITH_STORES_S = 10
 #: How often a thread that waits for room looks whether the upload goes on at all.
 _POLL_S = 0.1
 _CHUNK = 2**20
@@ -72,7 +79,7 @@ class _Upload:
         self._position = 0
         self._part_size = 0
         self._given_up = threading.Event()
-        self._outcome: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._outcome: concurrent.futures.Future[None]
 
     def write(self, piece: memoryview) -> None:
         self._start_once()
@@ -88,7 +95,7 @@ class _Upload:
         """Commits the object."""
         self._start_once()
         self._put(None)
-        self._outcome.result()
+        _awaited(self._outcome, self._name)
 
     def abort(self) -> None:
         """Takes the upload back. One whose last parts are on their way cannot be stopped, and is waited for."""
@@ -103,8 +110,7 @@ class _Upload:
         if not self._part_size:  # not earlier: only now have all storages been announced
             check_size(_store_name(self._store), self.expected_size())
             self._part_size = part_size(self.expected_size())
-            # not in an executor, whose threads the interpreter waits for at its end
-            threading.Thread(target=self._run, name="checkpoint-upload", daemon=True).start()
+            self._outcome = in_thread("checkpoint-upload", self._send)
 
     def _put(self, piece: memoryview | None) -> None:
         while True:
@@ -116,29 +122,33 @@ class _Upload:
             except queue.Full:
                 continue
 
-    def _run(self) -> None:
-        try:
-            self._send()
-        except BaseException as error:
-            self._outcome.set_exception(error)
-        else:
-            self._outcome.set_result(None)
-
     def _send(self) -> None:
         import obstore
 
+        failure = None
         try:
             with obstore.open_writer(
                 self._store, self._name, buffer_size=self._part_size, max_concurrency=PARTS_IN_FLIGHT
             ) as writer:
-                while (piece := self._next()) is not None:
-                    # a larger piece would start all its parts at once
-                    for at in range(0, len(piece), self._part_size):
-                        if self._given_up.is_set():
-                            raise _GivenUp
-                        writer.write(piece[at : at + self._part_size])
+                try:
+                    self._write_all(writer)
+                except Exception as error:
+                    failure = error
+                    raise
         except Exception as error:
-            raise _translated(error) from error
+            reason = _translated(error)
+            if failure not in (None, error) or "performing DELETE" in str(reason):
+                # the attempt to take the upload back has failed, too, and that is all that obstore tells
+                warn_of_unfinished(self._name, reason)
+            raise _translated(failure or error) from error
+
+    def _write_all(self, writer: "WritableFile") -> None:
+        while (piece := self._next()) is not None:
+            # a larger piece would start all its parts at once
+            for at in range(0, len(piece), self._part_size):
+                if self._given_up.is_set():
+                    raise _GivenUp
+                writer.write(piece[at : at + self._part_size])
 
     def _next(self) -> memoryview | None:
         while not self._given_up.is_set():
@@ -169,7 +179,7 @@ class Source:
         self._store = store
         self._name = name
         try:
-            meta = obstore.head(store, name)
+            meta = _awaited(in_thread("checkpoint-read", obstore.head, store, name), name)
         except Exception as error:
             raise _translated(error) from error
         self.size = int(meta["size"])
@@ -201,21 +211,43 @@ class Source:
         """Nothing to do: every request asked for the version that was opened."""
 
 
+def _awaited(outcome: concurrent.futures.Future[_T], name: str) -> _T:
+    """What a call returns, which may go on for minutes without a word where a store does not answer."""
+    if not concurrent.futures.wait([outcome], _PATIENCE_WITH_STORES_S).done:
+        log.warning(
+            f"Still waiting for the store of {name!r} after {_PATIENCE_WITH_STORES_S} s. If it does not answer, is the"
+            f" endpoint right? Requests are tried again for up to {RETRY_DEADLINE_S} s"
+        )
+    return outcome.result()
+
+
 def _translated(error: Exception) -> Exception:
-    """The built-in error that says the same. obstore's text goes on with internals, which are no message."""
+    """The built-in error that says the same, in as many words as it takes."""
     from obstore import exceptions
 
-    text = str(error).partition("\n\nDebug source")[0]
-    status = re.search(r"status code: (\d+)", text)  # all that an error of a writer has
     if isinstance(error, exceptions.PreconditionError):
         return OSError("it was replaced while it was read: load it again")
+    if not isinstance(error, (exceptions.BaseError, OSError)):
+        return error
+    text = _shortened(str(error))
+    status = re.search(r"status code: (\d+)", text)  # all that an error of a writer has
     if status is not None and status[1] in ("401", "403"):
         return PermissionError(text)
     if status is not None and status[1] == "404":
         return FileNotFoundError(text)
-    if isinstance(error, (exceptions.BaseError, OSError)):
-        return ConnectionError(text) if "HTTP error" in text else OSError(text)
-    return error
+    return ConnectionError(text) if "HTTP error" in text else OSError(text)
+
+
+def _shortened(text: str) -> str:
+    """Obstore's message without the internals that follow on it, but for the system's own words among them."""
+    message, _, internals = text.partition("\n\nDebug source")
+    message = re.sub(r", max_retries: \d+, retry_timeout: \w+", "", message)
+    message, found, answer = message.partition("<?xml")
+    if not found:
+        message, found, answer = message.partition("<Error>")
+    said = re.findall(r"<(?:Code|Message)>(.*?)</", answer) or ([answer] if found else [])
+    said += re.findall(r'(?:message|error): "(.*?)"', internals)
+    return " ".join([message.strip(), *said]).strip()
 
 
 def _store_name(store: "ObjectStore") -> str:

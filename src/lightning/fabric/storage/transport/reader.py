@@ -3,12 +3,14 @@
 import errno
 import io
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
 from typing_extensions import override
+
+from lightning.fabric.storage.transport.threads import in_thread
 
 #: Of each request. Larger ones take more memory, smaller ones wait more often for the first byte.
 _BLOCK = 8 * 2**20
@@ -54,7 +56,6 @@ class RangedFile(io.RawIOBase):
         self._kept: deque[tuple[int, memoryview]] = deque(maxlen=4)
         self._expected: Iterator[_Block] = iter(())
         self._ahead: deque[tuple[_Block, Future[memoryview]]] = deque()
-        self._threads: ThreadPoolExecutor | None = None
 
     def expect(self, ranges: Iterable[_Block]) -> None:
         """Starts to fetch what is going to be read.
@@ -62,7 +63,7 @@ class RangedFile(io.RawIOBase):
         Args:
             ranges: The first byte and the one after the last of each, in the order in which they will be read.
         """
-        self._forget_ahead()
+        self._ahead.clear()
         self._expected = _blocks(ranges) if self._source.parallel else iter(())
         self._fetch_ahead()
 
@@ -73,7 +74,7 @@ class RangedFile(io.RawIOBase):
     def keep(self, start: int, stop: int) -> None:
         """Fetches a range at once, and keeps it, with the last few of such ranges."""
         if start < stop:
-            self._kept.append((start, self._fetch(start, stop)))
+            self._kept.append((start, self._start(start, stop).result()))
 
     @override
     def readable(self) -> bool:
@@ -119,7 +120,7 @@ class RangedFile(io.RawIOBase):
         if found is None:
             return 0
         for _ in range(found):  # what was passed over is not going to be read
-            self._ahead.popleft()[1].cancel()
+            self._ahead.popleft()
         self._fetch_ahead()
         (start, stop), fetched = self._ahead[0]
         data = fetched.result()[self._position - start :]
@@ -132,11 +133,7 @@ class RangedFile(io.RawIOBase):
 
     def _fetch_ahead(self) -> None:
         while len(self._ahead) < _BLOCKS_AHEAD and (block := next(self._expected, None)) is not None:
-            self._ahead.append((block, self._submit(self._fetch, *block)))
-
-    def _forget_ahead(self) -> None:
-        while self._ahead:
-            self._ahead.popleft()[1].cancel()
+            self._ahead.append((block, self._start(*block)))
 
     def _read_kept(self, view: memoryview) -> int:
         for start, data in self._kept:
@@ -162,17 +159,17 @@ class RangedFile(io.RawIOBase):
         self._source.read_into(start, data)
         return data
 
-    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(_BLOCKS_AHEAD, "checkpoint-read")
-        return self._threads.submit(function, *arguments)
+    def _start(self, start: int, stop: int) -> Future[memoryview]:
+        if self._source.parallel:
+            return in_thread("checkpoint-read", self._fetch, start, stop)
+        done: Future[memoryview] = Future()
+        done.set_result(self._fetch(start, stop))
+        return done
 
     @override
     def close(self) -> None:
-        if not self.closed:
-            self._forget_ahead()
-            if self._threads is not None:
-                self._threads.shutdown(wait=False, cancel_futures=True)
+        self._ahead.clear()
+        self._kept.clear()
         super().close()
 
 

@@ -51,8 +51,8 @@ class Retry:
         elapsed = time.monotonic() - self._started
         pause = min(_FIRST_PAUSE_S * 2.0 ** (self._attempts - 1), _LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
         if not is_transient(error) or elapsed + pause > DEADLINE_S:
-            count = f"{self._attempts} attempt{'s' * (self._attempts > 1)} in {elapsed:.1f} s"
-            error.__dict__["_attempts"] = f"{self._what}, {count} beside the client's own"
+            count = f", tried {self._attempts} times in {elapsed:.1f} s" if self._attempts > 1 else ""
+            error.__dict__["_attempts"] = self._what + count
             raise error
         reason = display(f"{type(error).__name__}: {error}")
         log.log(
@@ -94,9 +94,8 @@ def attempts_of(error: BaseException) -> str:
 
 def is_transient(error: BaseException) -> bool:
     """Whether the same request may succeed a moment later."""
-    for cause in _chain(error):
-        status = _status(cause)
-        if status is not None:
+    for cause in chain(error):
+        if (status := status_of(cause)) is not None:
             return status in _STATUSES
         if isinstance(cause, (ConnectionError, TimeoutError)):
             return True
@@ -106,7 +105,7 @@ def is_transient(error: BaseException) -> bool:
     return False
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def chain(error: BaseException | None) -> Iterator[BaseException]:
     """The error and its causes: clients of stores wrap what tells most."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -115,7 +114,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _status(error: BaseException) -> int | None:
+def status_of(error: BaseException) -> int | None:
     """The HTTP status that a client's error carries, each in its own way."""
     response = getattr(error, "response", None)
     metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}

@@ -1,6 +1,7 @@
 """S3FileSystem of s3fs."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,9 @@ from lightning.fabric.storage.transport.stores.common import NotNative, check_op
 if TYPE_CHECKING:
     from obstore.store import S3Store
 
+#: Whoever sets this one wants checksums, or has to send them, as to a bucket with Object Lock. The client's default is
+#: the same, but says nothing about that.
+_CHECKSUMS = "request_checksum_calculation"
 #: What the client has made of these is asked for below; the others make no difference to transfers without s3fs.
 _OPTIONS = {
     *("anon", "endpoint_url", "key", "secret", "token", "username", "password", "use_ssl", "profile", "cache_regions"),
@@ -34,7 +38,7 @@ _CONFIG_OPTIONS = {
     *("region_name", "signature_version", "s3", "proxies", "connect_timeout", "read_timeout"),
     *("use_dualstack_endpoint", "use_fips_endpoint", "ignore_configured_endpoint_urls"),
     *("retries", "max_pool_connections", "tcp_keepalive", "parameter_validation"),
-    *("request_checksum_calculation", "response_checksum_validation"),
+    *(_CHECKSUMS, "response_checksum_validation"),
 }
 _CONFIG_OPTIONS_IF_UNSET = {"client_cert", "proxies_config", "connector_args"}
 _S3_CONFIG_OPTIONS = {
@@ -85,6 +89,8 @@ def make_store(fs: S3FileSystem, bucket: str, reading: bool) -> "S3Store":
     check_options(fs.config_kwargs, _CONFIG_OPTIONS, _CONFIG_OPTIONS_IF_UNSET)
     check_options(fs.config_kwargs.get("s3") or {}, _S3_CONFIG_OPTIONS)
     check_options(fs.s3_additional_kwargs, {*_ENCRYPTION, "RequestPayer"})
+    if "when_supported" in (fs.config_kwargs.get(_CHECKSUMS), os.environ.get(f"AWS_{_CHECKSUMS.upper()}")):
+        raise NotNative(f"obstore sends no checksums of bodies, which the option `{_CHECKSUMS}` asks for")
     try:
         target = sync(fs.loop, _resolve, fs, bucket)
         config = _config(fs, bucket, target)
