@@ -15,6 +15,7 @@ class Fault(enum.Enum):
 
     RESET = "the connection is closed instead of an answer"
     CUT = "the connection is closed in the middle of the answer's body"
+    LOST = "the server does what it was asked to, and the connection is closed instead of its answer"
 
 
 #: What happens to the request with a method and a path: a status to answer with, a fault, or None to let it pass.
@@ -72,7 +73,11 @@ class _Handler(BaseHTTPRequestHandler):
             kept = {name: value for name, value in self.headers.items() if name.lower() != "transfer-encoding"}
             upstream.request(self.command, self.path, body, {**kept, "Content-Length": str(len(body))})
             response = upstream.getresponse()
-            self._answer(response.status, response.getheaders(), response.read(), cut=outcome is Fault.CUT)
+            answer = response.read()
+            if outcome is Fault.LOST:
+                self.close_connection = True
+            else:
+                self._answer(response.status, response.getheaders(), answer, cut=outcome is Fault.CUT)
             upstream.close()
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = do_PATCH = handle_request

@@ -18,7 +18,7 @@ import torch
 from lightning.fabric.storage import load as load_module
 from lightning.fabric.storage.load import load_file
 from lightning.fabric.storage.save import save_file
-from lightning.fabric.storage.transport import open_reader, reader
+from lightning.fabric.storage.transport import obstore, open_reader, reader
 from lightning.fabric.storage.transport.reader import RangedFile
 from lightning.fabric.utilities.cloud_io import _load
 from lightning.fabric.utilities.load import _lazy_load
@@ -172,6 +172,37 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error(bucket: Bucket, en
 
     with bucket.refusing(replace), pytest.raises(OSError, match=r"x\.ckpt: it was replaced while it was read"):
         load_file(f"{bucket.url}/x.ckpt")
+
+
+def test_a_replaced_object_is_noticed_where_the_store_has_no_strong_etags(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, small_blocks: None
+) -> None:
+    ask = obstore.Source._ask
+
+    def weakly(source: obstore.Source) -> Any:
+        size, etag, modified = ask(source)
+        return size, f"W/{etag}", modified
+
+    monkeypatch.setattr(obstore.Source, "_ask", weakly)
+    bucket.put("x.ckpt", serialized(STATE))
+    assert same(load_file(f"{bucket.url}/x.ckpt"), STATE)
+
+    def replace(method: str, path: str) -> None:
+        if len(bucket.requests) > 8:
+            bucket.put("x.ckpt", serialized({name: -tensor for name, tensor in STATE.items()}))
+
+    with bucket.refusing(replace), pytest.raises(OSError, match=r"x\.ckpt: it was replaced while it was read"):
+        load_file(f"{bucket.url}/x.ckpt")
+
+
+def test_a_large_pickle_is_read_in_parallel_as_well(small_blocks: None) -> None:
+    source = Bytes(serialized({**STATE, "text": random.Random(0).randbytes(2_000_000)}))
+    with RangedFile(source) as file:
+        load_module._expect_records(file)
+        file.seek(0)
+        assert len(torch.load(file, weights_only=False)["text"]) == 2_000_000
+    assert max(stop - start for start, stop in source.ranges) <= reader._BLOCK
+    assert source.count < source.size + 3 * load_module._TAIL
 
 
 def test_a_read_that_fails_for_a_moment_is_tried_again(bucket: Bucket, engine: str, small_blocks: None) -> None:

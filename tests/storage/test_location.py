@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -33,6 +34,13 @@ def test_local_paths_become_path_and_urls_stay_strings(given: object, expected: 
     assert location.locate(given) == expected
 
 
+@pytest.mark.parametrize("options", [{}, {"client_kwargs": {"auth": None}}])
+def test_websites_are_reached_through_the_proxy_of_the_environment(options: dict[str, Any]) -> None:
+    fs, _ = location.filesystem(location.Url("https://host/x.ckpt", options))
+    assert fs.client_kwargs["trust_env"] is True
+    assert fs.client_kwargs.keys() == {"trust_env", *options.get("client_kwargs", {})}
+
+
 @pytest.mark.parametrize("protocol", ["s3", "gs", "abfs", "hdfs", "memory"])
 def test_a_path_made_from_a_url_is_taken_for_the_url(protocol: str) -> None:
     assert location.locate(Path(f"{protocol}://bucket/run/x.ckpt")) == f"{protocol}://bucket/run/x.ckpt"
@@ -50,6 +58,10 @@ def test_join_keeps_urls_whole_and_takes_a_trailing_slash() -> None:
         ("https://host/x?sv=1&sig=hunter2", "https://host/x?sv=1&sig=***"),
         ("https://host/x?X-Amz-Credential=hunter2&X-Amz-Signature=hunter2", None),
         ("denied for https://host/x?token=hunter2 (403)", "denied for https://host/x?token=*** (403)"),
+        ("https://host/x?X-Goog-Signature=hunter2&a=b", "https://host/x?X-Goog-Signature=***&a=b"),
+        ("https://host/x?access_token=hunter2&api_key=hunter2", "https://host/x?access_token=***&api_key=***"),
+        ("https://hunter2@host/x", "https://***@host/x"),
+        ("ftp://me:hunter2@hunter2@host/x", "ftp://me:***@host/x"),
     ],
 )
 def test_no_credential_of_a_url_is_displayed(secret: str, shown: str) -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import numpy as np
 import pytest
 import s3fs
 import torch
+from botocore.exceptions import ClientError
 
 from lightning.fabric.storage import transport
 from lightning.fabric.storage.load import load_file
 from lightning.fabric.storage.save import save_file
 from lightning.fabric.storage.transport import multipart, retry
-from lightning.fabric.storage.transport.sink import PieceSink
-from tests.servers import SECRET, Bucket
+from lightning.fabric.storage.transport.sink import PieceSink, Sink
+from tests.servers import SECRET, Bucket, Fault
 
 _MIB = 2**20
 STATE = {"w": torch.arange(100_000, dtype=torch.float32), "step": torch.tensor(3)}
@@ -34,6 +36,15 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setattr(multipart, "SMALLEST_PART", 5 * _MIB)
     return str(request.param)
+
+
+@pytest.fixture
+def one_try_of_the_client(impatient: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """s3fs and botocore each have retries of their own, below ours."""
+    monkeypatch.setattr(retry, "DEADLINE_S", 2)
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    (tmp_path / "config").write_text("[default]\nmax_attempts = 1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
 
 
 def part_of(path: str) -> str:
@@ -93,13 +104,9 @@ def test_what_fails_for_a_moment_is_tried_again(bucket: Bucket, refused: str) ->
 
 
 def test_a_store_that_stays_out_of_order_is_an_error_that_tells_how_often_it_was_asked(
-    bucket: Bucket, impatient: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    bucket: Bucket, one_try_of_the_client: None
 ) -> None:
     bucket.put("x", b"the old one")
-    monkeypatch.setattr(retry, "DEADLINE_S", 2)
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # without its own
-    (tmp_path / "config").write_text("[default]\nmax_attempts = 1\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     with (
         bucket.refusing(lambda method, path: 503 if method == "PUT" else None),
         pytest.raises(OSError, match=rf"{bucket.url}/x: .*(tried|retries)") as raised,
@@ -108,6 +115,115 @@ def test_a_store_that_stays_out_of_order_is_an_error_that_tells_how_often_it_was
     assert "PUT" in str(raised.value) or "PutObject" in str(raised.value)
     assert "refused" in str(raised.value)  # the store's own word
     assert bucket.get("x") == b"the old one"
+
+
+def test_a_commit_whose_answer_is_lost_is_a_success(bucket: Bucket) -> None:
+    bucket.put("x", b"the old one")
+    answers = iter([Fault.LOST])
+
+    def lose_the_first(method: str, path: str) -> Fault | None:
+        return next(answers, None) if method == "POST" and "uploadId" in path else None
+
+    with bucket.refusing(lose_the_first):
+        save_file(LARGE, f"{bucket.url}/x")
+    assert next(answers, None) is None
+    assert torch.equal(load_file(f"{bucket.url}/x")["w"], LARGE["w"])
+
+
+def test_an_upload_that_is_gone_when_it_is_to_be_committed_is_an_error(
+    bucket: Bucket, one_try_of_the_client: None
+) -> None:
+    save_file({"w": -LARGE["w"]}, f"{bucket.url}/x")  # of the same size, and in as many parts
+
+    def remove_upload(method: str, path: str) -> None:
+        if method == "POST" and "uploadId" in path:
+            upload = path.partition("uploadId=")[2].partition("&")[0]
+            with suppress(ClientError):  # it may be tried again
+                bucket.server.client.abort_multipart_upload(Bucket=bucket.name, Key="x", UploadId=upload)
+
+    with bucket.refusing(remove_upload), pytest.raises(OSError, match="It may have been written all the same"):
+        save_file(LARGE, f"{bucket.url}/x")
+    assert torch.equal(load_file(f"{bucket.url}/x")["w"], -LARGE["w"])
+
+
+def test_a_save_waits_for_an_interrupted_one_that_could_still_replace_it(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    if engine == "s3fs":
+        pytest.skip("its requests can be cancelled")
+    monkeypatch.setattr("lightning.fabric.storage.transport.obstore._PATIENCE_S", 0.1)
+    monkeypatch.setattr("lightning.fabric.storage.transport.obstore._LONGEST_WAIT_S", 0.1)
+    committing, goes_on = threading.Event(), threading.Event()
+
+    def hold_commit(method: str, path: str) -> None:
+        if method == "POST" and "uploadId" in path and not committing.is_set():
+            committing.set()
+            goes_on.wait(30)
+
+    def interrupt_and_go_on() -> None:
+        committing.wait(30)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(1)
+        goes_on.set()
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt_and_go_on)
+    thread.start()
+    try:
+        with bucket.refusing(hold_commit):
+            with pytest.raises(KeyboardInterrupt):
+                save_file({"w": -LARGE["w"]}, f"{bucket.url}/x")
+            save_file(LARGE, f"{bucket.url}/x")
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        thread.join()
+    assert torch.equal(load_file(f"{bucket.url}/x")["w"], LARGE["w"])
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory of its own, as a DTensor is."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Wrapper":
+        wrapper: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(function)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Wrapper, (self.inner,)
+
+
+def test_tensors_of_every_kind_can_be_saved(bucket: Bucket) -> None:
+    state = {
+        "uninitialized": torch.nn.LazyLinear(3).state_dict(),
+        "wrapper": Wrapper(LARGE["w"]),
+        "sparse": torch.eye(600).to_sparse(),
+        "meta": torch.empty(2**40, device="meta"),
+        "views": list(LARGE["w"].split(1000)),
+    }
+    save_file(state, f"{bucket.url}/x")
+    loaded = load_file(f"{bucket.url}/x", weights_only=False)
+    assert torch.equal(loaded["wrapper"].inner, LARGE["w"])
+    assert torch.equal(loaded["sparse"].to_dense(), torch.eye(600))
+    assert torch.equal(torch.cat(loaded["views"]), LARGE["w"])
+
+
+def test_the_default_device_of_the_caller_makes_no_difference(bucket: Bucket) -> None:
+    with torch.device("meta"):
+        save_file(LARGE, f"{bucket.url}/x")
+    assert torch.equal(load_file(f"{bucket.url}/x")["w"], LARGE["w"])
+
+
+def test_memory_that_tensors_share_is_announced_once() -> None:
+    for sink in (Sink(io.BytesIO()), PieceSink(Memory())):
+        whole = torch.zeros(10 * _MIB)
+        for view in whole.split(1000):
+            sink.announce(view.untyped_storage())
+        assert sink.announced == whole.nbytes
 
 
 def test_an_interrupted_upload_is_taken_back_and_does_not_go_on_behind_the_callers_back(

@@ -124,8 +124,10 @@ def _expect_records(file: RangedFile) -> None:
     if not tensors:
         return
     first, last = min(start for start, _ in tensors.values()), max(stop for _, stop in tensors.values())
-    file.expect(tensors[number] for number in sorted(tensors))
-    file.keep(0, first)
+    spans = [tensors[number] for number in sorted(tensors)]
+    pickled = [span for name, span in records if name.endswith("/data.pkl") and span[1] - span[0] > _TAIL]
+    file.expect([*pickled, *spans])
+    file.keep(pickled[0][1] if pickled else 0, first)
     file.keep(last, file.size)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsspec import AbstractFileSystem, available_protocols, get_filesystem_class
+from fsspec.config import conf
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
@@ -22,8 +23,15 @@ Location = Path | str
 _LOCAL_PROTOCOLS = ("file", "local")
 #: What may stand in a URL in clear text and must not reach a log: a password, and the signature of a signed URL.
 _SECRETS = (
-    (re.compile(r"(?<=://)([^/@\s:]*):[^/@\s]+@"), r"\1:***@"),
-    (re.compile(r"([?&](?:sig|token|signature|x-amz-[\w-]+|awsaccesskeyid)=)[^&\s'\"]+", re.IGNORECASE), r"\1***"),
+    (re.compile(r"(?<=://)([^/\s:]*):[^/\s]+@"), r"\1:***@"),
+    (re.compile(r"(?<=://)[^/\s:]+@"), r"***@"),
+    (
+        re.compile(
+            r"([?&](?:sig|x-amz-[\w-]+|[\w-]*(?:signature|token|credential|secret|password|key\w*))=)[^&\s'\"]+",
+            re.IGNORECASE,
+        ),
+        r"\1***",
+    ),
 )
 
 
@@ -94,6 +102,9 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
         ImportError: The client of the store is not installed.
     """
     text, options = str(url), dict(options_of(url))
+    if (protocol := get_protocol(text)) in ("http", "https"):  # proxies are found in the environment, as elsewhere
+        given = {**conf.get(protocol, {}).get("client_kwargs", {}), **options.get("client_kwargs", {})}
+        options["client_kwargs"] = {"trust_env": True, **given}
     folder, name = _split_where_taken_for_a_query(text)
     fs, path = url_to_fs(folder, **options)
     path = f"{path.rstrip('/')}/{name}" if name else path

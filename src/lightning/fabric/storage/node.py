@@ -9,6 +9,7 @@ import json
 import logging
 import mmap
 import os
+import pickle
 import secrets
 import sys
 from collections import Counter
@@ -94,7 +95,13 @@ def one_download_per_node(strategy: Any, path: _PATH, weights_only: bool | None)
         else:
             if weights_only is None and str(path).startswith("http"):
                 weights_only = False  # what Lightning makes of None for these URLs
-            yield f"/proc/self/fd/{copy.fileno()}", weights_only
+            place = f"/proc/self/fd/{copy.fileno()}"
+            try:
+                yield place, weights_only
+            except (RuntimeError, pickle.UnpicklingError) as error:  # of a damaged file, which name it
+                if place not in str(error):
+                    raise
+                raise type(error)(str(error).replace(place, display(locate(path)))) from error
 
 
 def _reads_on_every_rank(strategy: Any) -> bool:

@@ -58,11 +58,14 @@ class _Announcing(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
             try:
-                storage = obj.untyped_storage()
+                with torch._C.DisableTorchFunction():  # an uninitialized parameter refuses to be asked
+                    storage = obj.untyped_storage()
+                storage.data_ptr()
             except (NotImplementedError, RuntimeError):
                 pass  # a sparse tensor, or a wrapper: its parts are tensors, which come by
             else:
-                _writing.announce(storage)
+                if storage.device.type != "meta":  # of which nothing is written
+                    _writing.announce(storage)
         return NotImplemented
 
 

@@ -11,6 +11,7 @@ from typing import IO, cast
 
 from lightning.fabric.storage.location import Location, display, filesystem, has_folders, kind_of
 from lightning.fabric.storage.transport import fsspec, local, obstore, s3
+from lightning.fabric.storage.transport.multipart import has_unknown_outcome
 from lightning.fabric.storage.transport.reader import RangedFile
 from lightning.fabric.storage.transport.retry import attempts_of, chain, retrying, status_of
 from lightning.fabric.storage.transport.sink import Sink
@@ -134,6 +135,10 @@ def _failure(verb: str, location: Location, cause: BaseException) -> OSError:
     if attempts_of(cause):
         reason += f" ({display(attempts_of(cause))})"
     end = ". What was there before, if anything, is unchanged." if verb == "write" else "."
+    if has_unknown_outcome(cause):
+        end = (
+            ". It may have been written all the same: look at what is there. It is whole, be it the old one or the new."
+        )
     failure = kind(f"Could not {verb} {display(location)}: {reason}{end}")
     failure.errno = getattr(cause, "errno", None)
     return failure

@@ -37,7 +37,8 @@ def open_writer(fs: AbstractFileSystem, path: str, streaming: bool) -> Iterator[
         raise ImportError(f"This release of {clients.pop()} is too old to save checkpoints with: upgrade it with pip")
     if not is_object_store(fs):
         fs.makedirs(fs._parent(path), exist_ok=True)
-        temporary = f"{path}.{secrets.token_hex(6)}.tmp"
+        # not the name with something added, which may be as long as a name can be
+        temporary = f"{fs._parent(path).rstrip('/')}/.{secrets.token_hex(8)}.tmp"
         try:
             # autocommit: else the file joins a transaction that someone has open on this shared file system
             with fs.open(temporary, "wb", autocommit=True) as file:
@@ -76,7 +77,7 @@ class Source:
         if self._whole is not None:
             self.size = len(self._whole)
             return
-        self._info = info_of(fs, path)
+        self._info = retrying(f"Asking about {display(path)}", lambda: info_of(fs, path))
         if self._info["type"] != "file":
             raise (IsADirectoryError if self._info["type"] == "directory" else FileNotFoundError)(path)
         self.size = int(self._info["size"])
@@ -109,7 +110,9 @@ class Source:
             return
         self._fs.invalidate_cache(self._path)
         self._fs.invalidate_cache(self._fs._parent(self._path))
-        now = info_of(self._fs, self._path)
+        if "http" in _protocols(self._fs):
+            _whole_website(self._fs, self._path)  # raises the reason if it is gone, which the following would not tell
+        now = retrying(f"Asking about {display(self._path)}", lambda: info_of(self._fs, self._path))
         if any(now.get(key) != self._info.get(key) for key in _IDENTITY):
             raise OSError("it was replaced while it was read: load it again")
 

@@ -1,6 +1,7 @@
 """Uploads in parts: of which size, how many, and what is left of one that could not be taken back."""
 
 import logging
+import secrets
 
 from lightning.fabric.storage.location import display
 
@@ -14,6 +15,9 @@ MOST_PARTS = 10_000
 SMALLEST_PART = 32 * _MIB
 #: How many parts are on their way at a time.
 PARTS_IN_FLIGHT = 8
+#: The metadata of an object of several parts in which its upload is marked. If the answer to the request that commits
+#: it is lost, and the next attempt is told that there is no such upload, it tells whether the object is that one.
+TOKEN = "lightning_save"
 #: How long, in seconds, an interrupted save tries to take back what it has uploaded.
 ABORT_S = 10
 
@@ -51,10 +55,25 @@ def streamed_part_size(position: int) -> int:
     return part_size(8 * position)
 
 
+def new_token() -> str:
+    """What marks the object of one upload, see :data:`TOKEN`."""
+    return secrets.token_hex(16)
+
+
+def note_unknown_outcome(error: BaseException) -> None:
+    """Keeps with an error that the object may have been committed all the same: its message must not deny that."""
+    error.__dict__["_unknown_outcome"] = True
+
+
+def has_unknown_outcome(error: BaseException) -> bool:
+    """Whether :func:`note_unknown_outcome` was called for it."""
+    return bool(getattr(error, "_unknown_outcome", False))
+
+
 def warn_of_unfinished(path: str, reason: BaseException | None = None) -> None:
     """Tells that an upload could not be aborted."""
     because = f" ({display(f'{type(reason).__name__}: {reason}')})" if reason is not None else ""
     log.warning(
-        f"Could not abort the unfinished upload of {path!r}{because}. Nothing is visible under that name, but the store"
-        " may keep and bill the parts uploaded so far until a lifecycle rule of the bucket removes them."
+        f"Could not abort the unfinished upload of {path!r}{because}. The store may keep and bill the parts uploaded so"
+        " far until a lifecycle rule of the bucket removes them."
     )

@@ -15,7 +15,10 @@ from fsspec import AbstractFileSystem
 from lightning.fabric.storage.transport.multipart import (
     MOST_PARTS,
     PARTS_IN_FLIGHT,
+    TOKEN,
     check_size,
+    new_token,
+    note_unknown_outcome,
     part_size,
     warn_of_unfinished,
 )
@@ -31,6 +34,9 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+#: Uploads that an interrupted save has not waited for to the end.
+_left_alone: dict[str, concurrent.futures.Future[None]] = {}
+
 #: How long an interrupted save waits for its upload to end before it says so, and then at most.
 _PATIENCE_S = 2
 _LONGEST_WAIT_S = 60
@@ -39,6 +45,7 @@ _PATIENCE_WITH_STORES_S = 10
 #: How often a thread that waits for room looks whether the upload goes on at all.
 _POLL_S = 0.1
 _CHUNK = 2**20
+_REPLACED = "it was replaced while it was read: load it again"
 
 
 @contextmanager
@@ -51,7 +58,8 @@ def open_writer(fs: AbstractFileSystem, path: str, store: "ObjectStore", name: s
         store: The bucket.
         name: The object's name in it.
     """
-    upload = _Upload(store, name)
+    upload = _Upload(store, name, f"{type(store).__name__} {path}")
+    upload.wait_for_the_one_before()
     sink = PieceSink(upload)
     upload.expected_size = lambda: sink.announced
     try:
@@ -69,16 +77,24 @@ class _Upload:
 
     obstore cuts the pieces into parts without a copy, and keeps those in flight alive. It commits the object when it is
     closed, and takes the upload back if its context ends with an exception.
+
+    Args:
+        store: The bucket.
+        name: The object's name in it.
+        key: What the object is called in :data:`_left_alone`.
     """
 
-    def __init__(self, store: "ObjectStore", name: str) -> None:
+    def __init__(self, store: "ObjectStore", name: str, key: str) -> None:
         self.expected_size: Callable[[], int]
         self._store = store
         self._name = name
         self._pieces: queue.Queue[memoryview | None] = queue.Queue(maxsize=2)
         self._position = 0
         self._part_size = 0
+        self._token = new_token()
+        self._key = key
         self._given_up = threading.Event()
+        self._is_closing = threading.Event()
         self._outcome: concurrent.futures.Future[None]
 
     def write(self, piece: memoryview) -> None:
@@ -97,14 +113,25 @@ class _Upload:
         self._put(None)
         _awaited(self._outcome, self._name)
 
+    def wait_for_the_one_before(self) -> None:
+        """Waits for an upload of the same name that was left to itself: it could still replace what comes now."""
+        before = _left_alone.get(self._key)
+        if before is not None and not before.done():
+            log.warning(f"Waiting until an interrupted upload of {self._name!r} has ended")
+            concurrent.futures.wait([before])
+
     def abort(self) -> None:
-        """Takes the upload back. One whose last parts are on their way cannot be stopped, and is waited for."""
+        """Takes the upload back. One that is being committed cannot be stopped, and is waited for."""
         self._given_up.set()
         if not self._part_size or concurrent.futures.wait([self._outcome], _PATIENCE_S).done:
             return
-        log.warning(f"Waiting until the upload of {self._name!r} has ended. Interrupt again to leave it unfinished")
-        if not concurrent.futures.wait([self._outcome], _LONGEST_WAIT_S).done:
+        _left_alone[self._key] = self._outcome  # also if the wait is interrupted
+        if not self._is_closing.is_set():
             warn_of_unfinished(self._name)
+            return
+        log.warning(f"Waiting until the upload of {self._name!r} has ended. Interrupt again to leave it alone")
+        if not concurrent.futures.wait([self._outcome], _LONGEST_WAIT_S).done:
+            log.warning(f"The upload of {self._name!r} goes on, and may still replace what is there")
 
     def _start_once(self) -> None:
         if not self._part_size:  # not earlier: only now have all storages been announced
@@ -128,19 +155,37 @@ class _Upload:
         failure = None
         try:
             with obstore.open_writer(
-                self._store, self._name, buffer_size=self._part_size, max_concurrency=PARTS_IN_FLIGHT
+                self._store,
+                self._name,
+                attributes={TOKEN: self._token},
+                buffer_size=self._part_size,
+                max_concurrency=PARTS_IN_FLIGHT,
             ) as writer:
                 try:
                     self._write_all(writer)
                 except Exception as error:
                     failure = error
                     raise
+                self._is_closing.set()
         except Exception as error:
             reason = _translated(error)
+            if self._is_closing.is_set() and isinstance(reason, FileNotFoundError) and self._is_committed():
+                return  # an attempt to commit it succeeded, and the answer was lost: there is no such upload any more
+            if self._is_closing.is_set() and isinstance(reason, (FileNotFoundError, ConnectionError)):
+                note_unknown_outcome(reason)
             if failure not in (None, error) or "performing DELETE" in str(reason):
                 # the attempt to take the upload back has failed, too, and that is all that obstore tells
                 warn_of_unfinished(self._name, reason)
-            raise _translated(failure or error) from error
+            raise (reason if failure is None else _translated(failure)) from error
+
+    def _is_committed(self) -> bool:
+        import obstore
+
+        try:
+            found = obstore.get(self._store, self._name, options={"head": True})
+        except FileNotFoundError:
+            return False
+        return found.attributes.get(TOKEN) == self._token
 
     def _write_all(self, writer: "WritableFile") -> None:
         while (piece := self._next()) is not None:
@@ -174,16 +219,21 @@ class Source:
     parallel = True
 
     def __init__(self, store: "ObjectStore", name: str) -> None:
-        import obstore
-
         self._store = store
         self._name = name
         try:
-            meta = _awaited(in_thread("checkpoint-read", obstore.head, store, name), name)
+            self._version = self._ask()
         except Exception as error:
             raise _translated(error) from error
-        self.size = int(meta["size"])
-        self._etag = meta["e_tag"]
+        self.size, etag, _ = self._version
+        #: A weak ETag is no condition for ranges, and some stores have none.
+        self._etag = None if etag is None or etag.startswith("W/") else etag
+
+    def _ask(self) -> tuple[int, str | None, Any]:
+        import obstore
+
+        meta = _awaited(in_thread("checkpoint-read", obstore.head, self._store, self._name), self._name)
+        return meta["size"], meta["e_tag"], meta["last_modified"]
 
     def read_into(self, start: int, view: memoryview) -> None:
         """Fills ``view`` with the bytes from ``start`` on.
@@ -208,7 +258,17 @@ class Source:
             raise ConnectionError(f"{at} bytes came instead of {len(target)}")
 
     def check(self) -> None:
-        """Nothing to do: every request asked for the version that was opened."""
+        """Looks whether the object is the one that was opened, unless every request has asked for that version.
+
+        Raises:
+            OSError: It is not.
+        """
+        try:
+            replaced = self._etag is None and self._ask() != self._version
+        except Exception as error:
+            raise _translated(error) from error
+        if replaced:
+            raise OSError(_REPLACED)
 
 
 def _awaited(outcome: concurrent.futures.Future[_T], name: str) -> _T:
@@ -226,7 +286,7 @@ def _translated(error: Exception) -> Exception:
     from obstore import exceptions
 
     if isinstance(error, exceptions.PreconditionError):
-        return OSError("it was replaced while it was read: load it again")
+        return OSError(_REPLACED)
     if not isinstance(error, (exceptions.BaseError, OSError)):
         return error
     text = _shortened(str(error))

@@ -11,12 +11,15 @@ from lightning.fabric.storage.transport.calls import Call
 from lightning.fabric.storage.transport.multipart import (
     ABORT_S,
     PARTS_IN_FLIGHT,
+    TOKEN,
     check_size,
+    new_token,
+    note_unknown_outcome,
     part_size,
     streamed_part_size,
     warn_of_unfinished,
 )
-from lightning.fabric.storage.transport.retry import retrying_async
+from lightning.fabric.storage.transport.retry import is_transient, retrying_async
 from lightning.fabric.storage.transport.sink import Sink
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ class _Upload:
         bucket, key, _ = fs.split_path(path)
         self._object = {"Bucket": bucket, "Key": key}
         self._creation: Call | None = None
+        self._token = new_token()
         self._position = 0
         self._part = bytearray()
         self._full = 0  # bytes at which the part is complete
@@ -72,7 +76,9 @@ class _Upload:
 
     def _send_part(self) -> None:
         if self._creation is None:
-            self._creation = self._call("create_multipart_upload")
+            # in place of what s3fs would add of its own options
+            metadata = {**self._fs.s3_additional_kwargs.get("Metadata", {}), TOKEN: self._token}
+            self._creation = self._call("create_multipart_upload", Metadata=metadata)
         upload = self._creation.result()["UploadId"]
         number = len(self._etags) + len(self._running) + 1
         if len(self._running) == PARTS_IN_FLIGHT:
@@ -101,10 +107,11 @@ class _Upload:
         upload = self._creation.result()["UploadId"]
         try:
             self._ask("complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": parts})
-        except FileNotFoundError:
-            # no such upload: an attempt may have succeeded, and its answer was lost
-            found = self._ask("head_object")
-            if found["ContentLength"] != self._position or not found["ETag"].strip('"').endswith(f"-{len(parts)}"):
+        except Exception as error:
+            no_such_upload = isinstance(error, FileNotFoundError)
+            if not (no_such_upload and self._is_committed()):
+                if no_such_upload or is_transient(error):
+                    note_unknown_outcome(error)
                 raise
         self._fs.invalidate_cache(self._path)
 
@@ -124,6 +131,13 @@ class _Upload:
         except Exception as error:
             abortion.cancel()
             warn_of_unfinished(self._path, error)
+
+    def _is_committed(self) -> bool:
+        """Whether an attempt has succeeded whose answer was lost: then there is no such upload any more."""
+        try:
+            return bool(self._token == self._ask("head_object")["Metadata"].get(TOKEN))
+        except FileNotFoundError:
+            return False
 
     def _ask(self, method: str, **arguments: Any) -> dict[str, Any]:
         call = self._call(method, **arguments)

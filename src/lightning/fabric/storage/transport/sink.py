@@ -1,5 +1,6 @@
 """What ``torch.save`` writes into."""
 
+import ctypes
 import io
 from typing import Any
 
@@ -30,6 +31,7 @@ class Sink(io.RawIOBase):
         self.error: BaseException | None = None
         #: Bytes of the storages that are going to be written.
         self.announced = 0
+        self._announced: dict[int, torch.UntypedStorage] = {}
         self._file = file
         self._copies = copies
         self._position = 0
@@ -44,7 +46,9 @@ class Sink(io.RawIOBase):
 
     def announce(self, storage: torch.UntypedStorage) -> None:
         """Tells the sink of memory that is going to be written, and does not change until the file is complete."""
-        self.announced += storage.nbytes()
+        if storage._cdata not in self._announced:  # views share one, which is written once
+            self._announced[storage._cdata] = storage  # alive, so that no other gets its address
+            self.announced += storage.nbytes()
 
     @override
     def write(self, data: Any) -> int:
@@ -82,10 +86,12 @@ class PieceSink(Sink):
     @override
     def announce(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type == "cpu" and storage.nbytes() >= _SMALLEST_PIECE:
-            if storage.data_ptr() in self._owned:  # a tied one, which is written once
-                return
-            array = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-            self._owned[storage.data_ptr()] = array
+            # not by tensors: modes and the default device of the caller change what torch's functions make
+            address = storage.data_ptr()
+            memory = (ctypes.c_ubyte * storage.nbytes()).from_address(address)
+            memory.storage = storage  # type: ignore[attr-defined]  # views keep alive what keeps this alive
+            if storage.nbytes() > len(self._owned.get(address, ())):  # there can be several on the same memory
+                self._owned[address] = np.frombuffer(memoryview(memory), np.uint8)
         super().announce(storage)
 
     @override
