@@ -226,6 +226,12 @@ def test_memory_that_tensors_share_is_announced_once() -> None:
         assert sink.announced == whole.nbytes
 
 
+def test_a_bucket_that_is_missing_leaves_no_doubt(bucket: Bucket) -> None:
+    for state in (STATE, LARGE):
+        with pytest.raises(FileNotFoundError, match="What was there before, if anything, is unchanged"):
+            save_file(state, f"{bucket.url}-missing/x")
+
+
 def test_an_interrupted_upload_is_taken_back_and_does_not_go_on_behind_the_callers_back(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,8 @@ _PATIENCE_WITH_STORES_S = 10
 #: How often a thread that waits for room looks whether the upload goes on at all.
 _POLL_S = 0.1
 _CHUNK = 2**20
+#: What the system says of a request that did not reach a server.
+_NEVER_SENT = "Connection refused|failed to lookup"
 _REPLACED = "it was replaced while it was read: load it again"
 
 
@@ -169,14 +171,27 @@ class _Upload:
                 self._is_closing.set()
         except Exception as error:
             reason = _translated(error)
-            if self._is_closing.is_set() and isinstance(reason, FileNotFoundError) and self._is_committed():
-                return  # an attempt to commit it succeeded, and the answer was lost: there is no such upload any more
-            if self._is_closing.is_set() and isinstance(reason, (FileNotFoundError, ConnectionError)):
+            if self._is_in_doubt(reason):
+                # perhaps an attempt succeeded whose answer was lost: then there is no such upload any more
+                if isinstance(reason, FileNotFoundError) and self._is_committed():
+                    return
                 note_unknown_outcome(reason)
             if failure not in (None, error) or "performing DELETE" in str(reason):
                 # the attempt to take the upload back has failed, too, and that is all that obstore tells
                 warn_of_unfinished(self._name, reason)
             raise (reason if failure is None else _translated(failure)) from error
+
+    def _is_in_doubt(self, reason: Exception) -> bool:
+        """Whether the request that would have committed the object may have done so, and failed all the same."""
+        text = str(reason)
+        if not self._is_closing.is_set() or re.search(_NEVER_SENT, text):
+            return False
+        if self._position <= self._part_size:  # one request in all
+            return isinstance(reason, ConnectionError)
+        if "performing DELETE" in text:  # to take the upload back, after a failure that obstore does not tell
+            return True
+        commits = "performing POST" in text and "uploadId=" in text
+        return commits and isinstance(reason, (ConnectionError, FileNotFoundError))
 
     def _is_committed(self) -> bool:
         import obstore
