@@ -110,9 +110,9 @@ class Source:
             return
         self._fs.invalidate_cache(self._path)
         self._fs.invalidate_cache(self._fs._parent(self._path))
-        if "http" in _protocols(self._fs):
-            _whole_website(self._fs, self._path)  # raises the reason if it is gone, which the following would not tell
         now = retrying(f"Asking about {display(self._path)}", lambda: info_of(self._fs, self._path))
+        if now["type"] == "nothing" and "http" in _protocols(self._fs):
+            _whole_website(self._fs, self._path)  # raises the reason, which that did not tell
         if any(now.get(key) != self._info.get(key) for key in _IDENTITY):
             raise OSError("it was replaced while it was read: load it again")
 
