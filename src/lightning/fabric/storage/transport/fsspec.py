@@ -16,6 +16,7 @@ from lightning.fabric.storage.location import display, info_of, is_object_store,
 from lightning.fabric.storage.namespace import move
 from lightning.fabric.storage.transport.calls import Call
 from lightning.fabric.storage.transport.multipart import part_size, streamed_part_size, warn_of_unfinished
+from lightning.fabric.storage.transport.reader import REPLACED
 from lightning.fabric.storage.transport.retry import retrying, retrying_async, status_of
 from lightning.fabric.storage.transport.sink import Sink
 
@@ -114,7 +115,7 @@ class Source:
         if now["type"] == "nothing" and "http" in _protocols(self._fs):
             _whole_website(self._fs, self._path)  # raises the reason, which that did not tell
         if any(now.get(key) != self._info.get(key) for key in _IDENTITY):
-            raise OSError("it was replaced while it was read: load it again")
+            raise OSError(REPLACED)
 
 
 def _whole_website(fs: Any, path: str) -> memoryview | None:

@@ -22,6 +22,8 @@ from lightning.fabric.storage.transport.multipart import (
     part_size,
     warn_of_unfinished,
 )
+from lightning.fabric.storage.transport.obstore_errors import translated
+from lightning.fabric.storage.transport.reader import REPLACED
 from lightning.fabric.storage.transport.sink import PieceSink
 from lightning.fabric.storage.transport.stores.common import RETRY_DEADLINE_S
 from lightning.fabric.storage.transport.threads import in_thread
@@ -47,7 +49,6 @@ _POLL_S = 0.1
 _CHUNK = 2**20
 #: What the system says of a request that did not reach a server.
 _NEVER_SENT = "Connection refused|failed to lookup"
-_REPLACED = "it was replaced while it was read: load it again"
 
 
 @contextmanager
@@ -116,7 +117,11 @@ class _Upload:
         _awaited(self._outcome, self._name)
 
     def wait_for_the_one_before(self) -> None:
-        """Waits for an upload of the same name that was left to itself: it could still replace what comes now."""
+        """Waits for an upload of the same name that was left to itself: it could still replace what comes now.
+
+        There is no limit but those of its requests, which end it in minutes: to go on earlier could lose what comes
+        now.
+        """
         before = _left_alone.get(self._key)
         if before is not None and not before.done():
             log.warning(f"Waiting until an interrupted upload of {self._name!r} has ended")
@@ -128,6 +133,7 @@ class _Upload:
         if not self._part_size or concurrent.futures.wait([self._outcome], _PATIENCE_S).done:
             return
         _left_alone[self._key] = self._outcome  # also if the wait is interrupted
+        self._outcome.add_done_callback(lambda _: _left_alone.pop(self._key, None))
         if not self._is_closing.is_set():
             warn_of_unfinished(self._name)
             return
@@ -170,7 +176,7 @@ class _Upload:
                     raise
                 self._is_closing.set()
         except Exception as error:
-            reason = _translated(error)
+            reason = translated(error)
             if self._is_in_doubt(reason):
                 # perhaps an attempt succeeded whose answer was lost: then there is no such upload any more
                 if isinstance(reason, FileNotFoundError) and self._is_committed():
@@ -179,7 +185,7 @@ class _Upload:
             if failure not in (None, error) or "performing DELETE" in str(reason):
                 # the attempt to take the upload back has failed, too, and that is all that obstore tells
                 warn_of_unfinished(self._name, reason)
-            raise (reason if failure is None else _translated(failure)) from error
+            raise (reason if failure is None else translated(failure)) from error
 
     def _is_in_doubt(self, reason: Exception) -> bool:
         """Whether the request that would have committed the object may have done so, and failed all the same."""
@@ -239,7 +245,7 @@ class Source:
         try:
             self._version = self._ask()
         except Exception as error:
-            raise _translated(error) from error
+            raise translated(error) from error
         self.size, etag, _ = self._version
         #: A weak ETag is no condition for ranges, and some stores have none.
         self._etag = None if etag is None or etag.startswith("W/") else etag
@@ -268,7 +274,7 @@ class Source:
                 target[at : at + len(piece)] = piece
                 at += len(chunk)
         except Exception as error:
-            raise _translated(error) from error
+            raise translated(error) from error
         if at != len(target):
             raise ConnectionError(f"{at} bytes came instead of {len(target)}")
 
@@ -281,9 +287,9 @@ class Source:
         try:
             replaced = self._etag is None and self._ask() != self._version
         except Exception as error:
-            raise _translated(error) from error
+            raise translated(error) from error
         if replaced:
-            raise OSError(_REPLACED)
+            raise OSError(REPLACED)
 
 
 def _awaited(outcome: concurrent.futures.Future[_T], name: str) -> _T:
@@ -294,35 +300,6 @@ def _awaited(outcome: concurrent.futures.Future[_T], name: str) -> _T:
             f" endpoint right? Requests are tried again for up to {RETRY_DEADLINE_S} s"
         )
     return outcome.result()
-
-
-def _translated(error: Exception) -> Exception:
-    """The built-in error that says the same, in as many words as it takes."""
-    from obstore import exceptions
-
-    if isinstance(error, exceptions.PreconditionError):
-        return OSError(_REPLACED)
-    if not isinstance(error, (exceptions.BaseError, OSError)):
-        return error
-    text = _shortened(str(error))
-    status = re.search(r"status code: (\d+)", text)  # all that an error of a writer has
-    if status is not None and status[1] in ("401", "403"):
-        return PermissionError(text)
-    if status is not None and status[1] == "404":
-        return FileNotFoundError(text)
-    return ConnectionError(text) if "HTTP error" in text else OSError(text)
-
-
-def _shortened(text: str) -> str:
-    """Obstore's message without the internals that follow on it, but for the system's own words among them."""
-    message, _, internals = text.partition("\n\nDebug source")
-    message = re.sub(r", max_retries: \d+, retry_timeout: \w+", "", message)
-    message, found, answer = message.partition("<?xml")
-    if not found:
-        message, found, answer = message.partition("<Error>")
-    said = re.findall(r"<(?:Code|Message)>(.*?)</", answer) or ([answer] if found else [])
-    said += re.findall(r'(?:message|error): "(.*?)"', internals)
-    return " ".join([message.strip(), *said]).strip()
 
 
 def _store_name(store: "ObjectStore") -> str:

@@ -12,6 +12,8 @@ from typing_extensions import override
 
 from lightning.fabric.storage.transport.threads import in_thread
 
+#: What a source says of a file that is no longer the one that was opened.
+REPLACED = "it was replaced while it was read: load it again"
 #: Of each request. Larger ones take more memory, smaller ones wait more often for the first byte.
 _BLOCK = 8 * 2**20
 #: How many requests are on their way, or ready, at a time.
