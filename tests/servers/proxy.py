@@ -21,7 +21,7 @@ class Fault(enum.Enum):
 #: What happens to the request with a method and a path: a status to answer with, a fault, or None to let it pass.
 Rule = Callable[[str, str], int | Fault | None]
 
-_CODES = {403: "AccessDenied", 429: "TooManyRequests", 500: "InternalError", 503: "SlowDown"}
+_CODES = {403: "AccessDenied", 404: "NoSuchUpload", 429: "TooManyRequests", 500: "InternalError", 503: "SlowDown"}
 
 
 class Proxy(ThreadingHTTPServer):
