@@ -152,9 +152,15 @@ def test_what_another_process_wrote_is_seen_at_once(bucket: Bucket) -> None:
     assert not location.is_file(place)
     bucket.put("run/x.ckpt", b"1")
     assert location.is_file(place)
-    assert location.list_files(f"{bucket.url}/run") == ["other", "x.ckpt"]
+    assert location.sizes_of_files(f"{bucket.url}/run") == {"other": 1, "x.ckpt": 1}
 
 
 def test_a_denied_question_is_an_error_and_not_a_no(bucket: Bucket) -> None:
     with bucket.refusing(lambda method, path: 403), pytest.raises(PermissionError):
         location.is_file(f"{bucket.url}/x.ckpt")
+
+
+def test_what_a_client_repeats_of_a_url_with_a_password_is_hidden() -> None:
+    told = location.display_about('Invalid bucket name "AKIA:secret@bucket"', "s3://AKIA:secret@bucket/x.ckpt")
+    assert told == 'Invalid bucket name "***@bucket"'
+    assert location.display_about("no such key", "s3://bucket/x.ckpt") == "no such key"

@@ -92,6 +92,12 @@ def display(location: Location) -> str:
     return text
 
 
+def display_about(text: str, location: Location) -> str:
+    """A text for messages that speaks of ``location``, without the password of its URL, which a client may repeat."""
+    found = re.search(r"://([^/\s]*)@", str(location))
+    return display(text.replace(f"{found[1]}@", "***@") if found else text)
+
+
 def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     """The fsspec file system of ``url``, and the path of ``url`` in it.
 
@@ -199,23 +205,49 @@ def is_folder(location: Location) -> bool:
     return not shares_names(location) and kind(location) == "directory"
 
 
-def list_files(url: str) -> list[str]:
-    """The names of the files right inside a folder of a store."""
-    fs, path = filesystem(url)
+def sizes_of_files(location: Location) -> dict[str, int | None]:
+    """The names of the files right inside a folder, and their sizes in bytes, or None where a store does not tell."""
+    if isinstance(location, Path):
+        if not location.is_dir():
+            return {}
+        with os.scandir(location) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+    fs, path = filesystem(location)
     inside = path.rstrip("/") + "/"
-    names = (name[len(inside) :] for name in files_below(fs, path))
-    return sorted(name for name in names if "/" not in name)
+    found = {name[len(inside) :]: info.get("size") for name, info in _find(fs, path).items()}
+    return {name: size for name, size in sorted(found.items()) if "/" not in name}
+
+
+def list_names(location: Location) -> list[str]:
+    """The names of what is right inside a folder, files and folders.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+    """
+    return sorted(os.listdir(location)) if isinstance(location, Path) else names_inside(*filesystem(location))
+
+
+def names_inside(fs: AbstractFileSystem, path: str) -> list[str]:
+    """As :func:`list_names`."""
+    inside = path.rstrip("/") + "/"
+    found = (str(info["name"]).rstrip("/") for info in fs.ls(path, detail=True))  # FTP gives no more than names else
+    return sorted({name[len(inside) :] for name in found if name.startswith(inside)})
 
 
 def files_below(fs: AbstractFileSystem, path: str) -> list[str]:
     """The paths of all files in a folder, also if there is a file of the folder's name."""
+    return list(_find(fs, path))
+
+
+def _find(fs: AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
     inside = path.rstrip("/") + "/"
     if "prefix" in inspect.signature(getattr(fs, "_find", fs.find)).parameters:
         # adlfs's find(path) stops at the file. What it is asked for here matches the names beside the folder as well
-        found = fs.find(fs._parent(path), prefix=inside.rstrip("/").rpartition("/")[2] + "/")
+        prefix = inside.rstrip("/").rpartition("/")[2] + "/"
+        found = fs.find(fs._parent(path), prefix=prefix, detail=True)
     else:
-        found = fs.find(path)
-    return [name for name in found if name.startswith(inside)]
+        found = fs.find(path, detail=True)
+    return {name: info for name, info in found.items() if name.startswith(inside)}
 
 
 def has_folders(fs: AbstractFileSystem) -> bool:

@@ -19,7 +19,7 @@ from lightning.fabric.storage.location import (
 )
 
 #: What makes a folder a complete sharded checkpoint.
-_MARKS = (".metadata", "meta.pt")
+MARKS = (".metadata", "meta.pt")
 _REQUESTS_AT_A_TIME = 16
 
 
@@ -33,15 +33,6 @@ def make_folder(location: Location) -> None:
         fs.makedirs(path, exist_ok=True)
 
 
-def rename_folder(location: Location, target: Location) -> None:
-    """Gives a folder another name, where files and folders do not share names."""
-    if isinstance(location, Path):
-        location.rename(target)
-        return
-    fs, path = filesystem(location)
-    move(fs, path, filesystem(str(target))[1])
-
-
 def move(fs: AbstractFileSystem, path: str, target: str) -> None:
     """Gives a file or a folder of a file system another name, over an existing file if the file system does that."""
     if type(fs).mv is not AbstractFileSystem.mv:
@@ -49,7 +40,7 @@ def move(fs: AbstractFileSystem, path: str, target: str) -> None:
         return
     # the inherited one copies what a pattern matches
     names = [path] if kind_of(fs, path) == "file" else files_below(fs, path)
-    for name in names:
+    for name in sorted(names, key=lambda name: name.rpartition("/")[2] in MARKS):  # those last
         copy = target + name[len(path) :]
         fs.makedirs(fs._parent(copy), exist_ok=True)
         fs.cp_file(name, copy)
@@ -89,21 +80,33 @@ def remove_folder(location: Location) -> None:
     if not isinstance(location, Path):
         _remove_files_and_folders(*filesystem(location))
     elif location.is_dir():
-        for mark in _MARKS:
+        for mark in MARKS:
             (location / mark).unlink(missing_ok=True)
         shutil.rmtree(location)
 
 
-def remove_names(url: str, names: Iterable[str]) -> None:
-    """Removes files of a folder of a store that are known to be there."""
-    fs, path = filesystem(url)
+def remove_names(location: Location, names: Iterable[str]) -> None:
+    """Removes files of a folder that are known to be there."""
+    if isinstance(location, Path):
+        for name in names:
+            (location / name).unlink(missing_ok=True)
+        return
+    fs, path = filesystem(location)
     _remove_all(fs, [f"{path.rstrip('/')}/{name}" for name in names])
+
+
+def remove_any(fs: AbstractFileSystem, path: str) -> None:
+    """As :func:`remove`, for a path of a file system."""
+    if kind_of(fs, path) == "file":
+        fs.rm_file(path)
+    else:
+        _remove_files_and_folders(fs, path)
 
 
 def _remove_files_and_folders(fs: AbstractFileSystem, path: str) -> None:
     inside = path.rstrip("/") + "/"
     files = files_below(fs, path)
-    marks = [inside + mark for mark in _MARKS if inside + mark in files]
+    marks = [inside + mark for mark in MARKS if inside + mark in files]
     folders = set(fs.find(path, withdirs=True)).difference(files) | {path} if has_folders(fs) else set()
     _remove_all(fs, marks)
     _remove_all(fs, [name for name in files if name not in marks])
