@@ -55,6 +55,9 @@ class Bytes:
     def check(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     @property
     def count(self) -> int:
         return sum(stop - start for start, stop in self.ranges)

@@ -65,14 +65,14 @@ def test_records_can_be_read_one_by_one(url: str) -> None:
     assert len(reader.get_record("data/0")) == 400_000
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("error", [RuntimeError("stop"), KeyboardInterrupt()])
-def test_a_write_that_stops_in_the_middle_leaves_the_old_file(url: str, error: BaseException, streaming: bool) -> None:
+def test_a_write_that_stops_in_the_middle_leaves_the_old_file(url: str, error: BaseException, lean: bool) -> None:
     save_file(STATE, url)
 
     def interrupted() -> None:
-        with transport.open_writer(fsspec_or_path(url), streaming=streaming) as file:
-            file.write(b"x" * (60 * 2**20 if streaming else 1000))
+        with transport.open_writer(fsspec_or_path(url), lean=lean) as file:
+            file.write(b"x" * (60 * 2**20 if lean else 1000))
             raise error
 
     with pytest.raises(type(error)):
@@ -98,17 +98,17 @@ def test_a_protocol_that_nobody_knows_is_named_by_fsspecs_own_error() -> None:
         save_file(STATE, "nope://bucket/x.ckpt")
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("protocol", ["s3", "tree"])
 def test_a_save_is_not_part_of_a_transaction_that_someone_else_has_open(
-    protocol: str, streaming: bool, bucket: Bucket, tmp_path: Path
+    protocol: str, lean: bool, bucket: Bucket, tmp_path: Path
 ) -> None:
     url = f"{bucket.url}/x.ckpt" if protocol == "s3" else f"tree://{tmp_path}/x.ckpt"
     fs = fsspec.url_to_fs(url)[0]
 
     def fail_after_a_save() -> None:
         with fs.transaction:
-            with transport.open_writer(url, streaming=streaming) as file:
+            with transport.open_writer(url, lean=lean) as file:
                 torch.save(STATE, file)
             raise RuntimeError("what else was to be in the transaction")
 

@@ -240,7 +240,7 @@ def test_an_interrupted_upload_is_taken_back_and_does_not_go_on_behind_the_calle
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("obstore", "s3"):
-        monkeypatch.setattr(f"lightning.fabric.storage.transport.{module}.PARTS_IN_FLIGHT", 1)
+        monkeypatch.setattr(f"lightning.fabric.storage.transport.{module}.parts_in_flight", lambda *_: 1)
     bucket.put("x", b"the old one")
 
     def slow(method: str, path: str) -> None:
@@ -306,7 +306,7 @@ def test_a_file_whose_size_was_not_told_has_a_limit_as_well(
 
 @pytest.mark.parametrize("size", [0, 1, 32 * _MIB, 450 * 2**30, 5 * 2**40, multipart.LARGEST_OBJECT["S3"] * 9 // 10])
 def test_parts_fit_the_limits_of_the_stores_at_any_size(size: int) -> None:
-    part = multipart.part_size(size)
+    part = multipart.part_size(size, multipart.SMALLEST_PART)
     assert part * 10_000 >= size
     assert 5 * _MIB <= part <= 5 * 2**30
     assert part % 2**18 == 0
@@ -318,11 +318,11 @@ def test_the_parts_of_a_stream_grow_so_that_their_number_stays_within_the_limits
     monkeypatch.undo()
     position = parts = 0
     while position < 5 * 2**40:
-        size = multipart.streamed_part_size(position)
+        size = multipart.streamed_part_size(position, multipart.SMALLEST_PART)
         assert size <= 5 * 2**30
         position, parts = position + size, parts + 1
     assert parts < 10_000
-    assert multipart.streamed_part_size(30 * 2**30) == 32 * _MIB  # most files have small parts throughout
+    assert multipart.streamed_part_size(30 * 2**30, 32 * _MIB) == 32 * _MIB  # most files have small parts throughout
 
 
 class Memory:

@@ -2,22 +2,26 @@
 
 import os
 import pickle
+import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 
 from lightning.fabric.storage.location import Location, display, is_file, join, locate
 from lightning.fabric.storage.stats import timed
 from lightning.fabric.storage.transport import open_reader
-from lightning.fabric.storage.transport.reader import RangedFile
+from lightning.fabric.storage.transport.reader import REPLACED, RangedFile
 
 _Path = str | os.PathLike[str]
 #: Where the directory of an archive is, and the small records after the tensors; of a small file it is all.
 _TAIL = 2**20
 _SMALL_FILE = 8 * 2**20
+#: The fixed part of what is before a record, and how near such parts are that are read together.
+_HEAD = 30
+_NEAR = 2**18
 #: What an archive starts with.
 _ARCHIVE = b"PK\x03\x04"
 #: What torch's errors about archives start with.
@@ -67,6 +71,103 @@ def load_file(
         return loaded
 
 
+class WithoutTensors(NamedTuple):
+    """An object whose tensors are left out.
+
+    Attributes:
+        obj: Its tensors are on the meta device. Each one's storage says at which byte of the file it is, in an
+            attribute ``_checkpoint_offset``.
+        storages: How many there are in the file.
+        file: The file, which is open until nobody has it any more.
+    """
+
+    obj: Any
+    storages: int
+    file: "OpenedFile"
+
+
+class OpenedFile:
+    """A file of which more is going to be read under its name.
+
+    Args:
+        location: Where it is.
+        file: The file, open.
+        size: In bytes.
+    """
+
+    def __init__(self, location: Location, file: IO[bytes], size: int) -> None:
+        self.location = location
+        self.size = size
+        self._file = file if isinstance(file, RangedFile) else None
+        self._version = None if isinstance(file, RangedFile) else _version(os.fstat(file.fileno()))
+
+    def check(self) -> None:
+        """Looks whether the name still is that of this file.
+
+        Raises:
+            OSError: It is not.
+        """
+        if self._file is not None:
+            self._file.keep(0, 1)  # some stores see it when they are asked for a part of the version that was opened
+            self._file.check()
+        elif _version(os.stat(self.location)) != self._version:
+            raise OSError(f"Could not read {display(self.location)}: {REPLACED}")
+
+
+def _version(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def load_without_tensors(location: Location, weights_only: bool | None = None) -> WithoutTensors | None:
+    """As :func:`load_file`, but leaves out what the tensors' storages hold.
+
+    Returns:
+        None if the file is no archive of a machine with this byte order, or this release of torch does not tell where
+        storages are.
+    """
+    if weights_only is None and str(location).startswith(("http://", "https://")):
+        weights_only = False
+    file = open_checkpoint(location)  # a remote one stays open as long as it is looked at
+    with _damage_explained(location):
+        size = file.seek(0, os.SEEK_END)
+        if isinstance(file, RangedFile):
+            file.keep(0 if size <= _SMALL_FILE else size - _TAIL, size)
+        try:
+            records = _records(file)
+            order = _byte_order(file)
+        except (zipfile.BadZipFile, KeyError):
+            return None
+        tensors = {number: span for name, span in records if (number := _tensor_number(name)) is not None}
+        if order != sys.byteorder or not tensors:
+            return None
+        if isinstance(file, RangedFile) and size > _SMALL_FILE:
+            _expect_heads(file, [tensors[number][0] for number in sorted(tensors)])
+            file.keep(0, min(start for start, _ in tensors.values()))
+        file.seek(0)
+        loaded = torch.load(file, map_location="meta", weights_only=weights_only)
+        opened = OpenedFile(location, file, size)
+        if not isinstance(file, RangedFile):
+            file.close()
+        return WithoutTensors(loaded, len(tensors), opened)
+
+
+def _byte_order(file: IO[bytes]) -> str:
+    with zipfile.ZipFile(file) as opened:
+        name = next((name for name in opened.namelist() if name.endswith("/byteorder")), "byteorder")
+        return opened.read(name).decode()
+
+
+def _expect_heads(file: RangedFile, starts: list[int]) -> None:
+    """Those of records, from which torch learns where in the record the tensor begins; near ones with one request."""
+    spans: list[tuple[int, int]] = []
+    for start in starts:
+        if spans and 0 <= start - spans[-1][0] < _NEAR:
+            spans[-1] = (spans[-1][0], start + _HEAD)
+        else:
+            spans.append((start, start + _HEAD))
+    file.expect(spans)
+
+
 def open_checkpoint(location: Location) -> IO[bytes]:
     """The file at ``location``, as by :func:`~lightning.fabric.storage.transport.open_reader`, whose errors say more.
 
@@ -81,7 +182,10 @@ def open_checkpoint(location: Location) -> IO[bytes]:
     except IsADirectoryError as error:
         what = "a folder, not a checkpoint file"
         if is_file(join(location, "meta.pt")):
-            what = "a sharded checkpoint: load it with FSDP or ModelParallel, or consolidate a local copy of it first"
+            what = (
+                "a sharded checkpoint: load it with FSDP or ModelParallel, or make one file of it with `fabric"
+                " consolidate` or, for the Trainer, `python -m lightning.pytorch.utilities.consolidate_checkpoint`"
+            )
         raise IsADirectoryError(f"{display(location)} is {what}") from error
 
 
@@ -131,7 +235,7 @@ def _expect_records(file: RangedFile) -> None:
     file.keep(last, file.size)
 
 
-def _records(file: RangedFile) -> list[tuple[str, tuple[int, int]]]:
+def _records(file: IO[bytes] | RangedFile) -> list[tuple[str, tuple[int, int]]]:
     with zipfile.ZipFile(file) as opened:
         infos = sorted(opened.infolist(), key=lambda info: info.header_offset)
         ends = [info.header_offset for info in infos[1:]] + [opened.start_dir]

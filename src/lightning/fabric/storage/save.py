@@ -5,7 +5,7 @@ import pickle
 import threading
 import types
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning.fabric.storage.location import locate
 from lightning.fabric.storage.stats import timed
 from lightning.fabric.storage.transport import open_writer
+from lightning.fabric.storage.transport.sink import Sink
 
 
 def save_file(obj: Any, path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
@@ -30,20 +31,20 @@ def save_file(obj: Any, path: str | os.PathLike[str], options: Mapping[str, Any]
     location = locate(path, options)
     with timed("Saved", location) as transfer:
         with open_writer(location) as file:
-            _write(obj, file)
+            write_object(obj, file)
         transfer.size = file.tell()
 
 
-def _write(obj: Any, file: IO[bytes]) -> None:
+def write_object(obj: Any, file: Sink) -> None:
     """``torch.save`` to a file of :func:`~lightning.fabric.storage.transport.open_writer`, which learns what comes.
 
     torch pickles everything before it writes the first byte. The file is told of each tensor's storage as that goes on:
     it can plan for the size, and need not copy the memory.
     """
     outer = getattr(_writing, "announce", None)  # of a save whose pickling leads here
-    _writing.announce = file.announce  # type: ignore[attr-defined]  # it is a Sink
+    _writing.announce = file.announce
     try:
-        torch.save(obj, file, pickle_module=_PICKLE)
+        torch.save(obj, file, pickle_module=_PICKLE)  # type: ignore[arg-type]  # it is all that torch needs of one
     finally:
         _writing.announce = outer
 

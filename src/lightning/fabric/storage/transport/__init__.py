@@ -4,17 +4,17 @@ What goes to S3, GCS or Azure takes obstore's engine if it is installed and can 
 goes through the fsspec client of the store.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
-from lightning.fabric.storage.location import Location, display, filesystem, has_folders, kind_of
-from lightning.fabric.storage.transport import fsspec, local, obstore, s3
-from lightning.fabric.storage.transport.multipart import has_unknown_outcome
-from lightning.fabric.storage.transport.reader import RangedFile
+from lightning.fabric.storage.location import Location, display, display_about, filesystem, has_folders, kind_of
+from lightning.fabric.storage.transport import fsspec, local, multipart, obstore, s3
+from lightning.fabric.storage.transport.reader import RangedFile, Source
 from lightning.fabric.storage.transport.retry import attempts_of, chain, retrying, status_of
-from lightning.fabric.storage.transport.sink import Sink
+from lightning.fabric.storage.transport.sink import GivenUp, Sink
 from lightning.fabric.storage.transport.stores import native_store
 
 _KINDS = (
@@ -30,15 +30,16 @@ _KINDS_BY_STATUS = {401: PermissionError, 403: PermissionError, 404: FileNotFoun
 
 
 @contextmanager
-def open_writer(location: Location, streaming: bool = False) -> Iterator[IO[bytes]]:
+def open_writer(location: Location, lean: bool = False) -> Iterator[Sink]:
     """A file to write to, which becomes the file at ``location`` when the context ends without an exception.
 
     Whatever happens before that, ``KeyboardInterrupt`` included, leaves the previous file as it was.
 
     Args:
         location: Where the file is to be. Missing folders are made.
-        streaming: Never collect the whole file in memory. That matters to stores which can only be given all of an
-            object at once when it is to be fast (GCS and Azure without obstore).
+        lean: Use at most about 200 MiB of memory, whatever the size of the file. Else speed comes first: parts are
+            larger, and stores that are fast only when they are given all of an object at once (GCS and Azure without
+            obstore) are.
 
     Raises:
         OSError: On leaving the context, if the file could not be written or committed. The message names the file and
@@ -46,9 +47,9 @@ def open_writer(location: Location, streaming: bool = False) -> Iterator[IO[byte
     """
     sink = callers = None
     try:
-        with _writer(location, streaming) as sink:
+        with _writer(location, lean) as sink:
             try:
-                yield cast(IO[bytes], sink)
+                yield sink
             except Exception as error:
                 if sink.error is None:  # an object that cannot be pickled, say
                     callers = error
@@ -57,23 +58,26 @@ def open_writer(location: Location, streaming: bool = False) -> Iterator[IO[byte
         if error is callers or (sink is None and isinstance(error, (ImportError, ValueError))):
             raise  # an unknown protocol, or a client library that is not installed: fsspec says what to do
         cause = (sink and sink.error) or error
+        if isinstance(cause, GivenUp):
+            raise cause from None
         if not isinstance(cause, Exception):
             raise cause from None  # an interruption, which torch shows as an error of its own
         raise _failure("write", location, cause) from error
 
 
-def _writer(location: Location, streaming: bool) -> AbstractContextManager[Sink]:
+def _writer(location: Location, lean: bool) -> AbstractContextManager[Sink]:
     if isinstance(location, Path):
         return local.open_writer(location)
     fs, path = filesystem(location)
     if not has_folders(fs) and "/" not in path.strip("/"):
         raise ValueError(f"{display(location)} is a bucket, and not a place in one")
+    smallest_part = multipart.SMALLEST_LEAN_PART if lean else multipart.SMALLEST_PART
     native = native_store(fs, path)
     if native is not None:
-        return obstore.open_writer(fs, path, *native)
+        return obstore.open_writer(fs, path, *native, smallest_part)
     if s3.can_write(fs):
-        return s3.open_writer(fs, path)
-    return fsspec.open_writer(fs, path, streaming)
+        return s3.open_writer(fs, path, smallest_part)
+    return fsspec.open_writer(fs, path, lean)
 
 
 def open_reader(location: Location) -> IO[bytes]:
@@ -87,25 +91,54 @@ def open_reader(location: Location) -> IO[bytes]:
     """
     if isinstance(location, Path):
         return open(location, "rb")
-    fs, path = filesystem(location)
-    native = native_store(fs, path, reading=True)
+    return cast(IO[bytes], RangedFile(open_source(location)))
+
+
+def open_source(location: Location) -> Source:
+    """The file at ``location``, whose ranges can be read in any order, into memory that the caller has.
+
+    What fails for a moment is tried again. Close it when no read goes on any more.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        IsADirectoryError: There is a folder.
+        OSError: It could not be opened. The source's methods raise it as well. The message names the file.
+    """
+    open_it = _opener(location)
     try:
-        source = obstore.Source(*native) if native is not None else fsspec.Source(fs, path)
+        return _Named(location, open_it())
     except FileNotFoundError as error:
-        if native is not None and kind_of(fs, path) == "directory":
-            raise IsADirectoryError(f"{display(location)} is a folder") from error
         raise FileNotFoundError(f"There is no file {display(location)}") from error
     except IsADirectoryError as error:
         raise IsADirectoryError(f"{display(location)} is a folder") from error
     except Exception as error:
         raise _failure("read", location, error) from error
-    return cast(IO[bytes], RangedFile(_Reads(location, source)))
 
 
-class _Reads:
-    """What a :class:`RangedFile` reads: a source, whose errors name the file."""
+def _opener(location: Location) -> Callable[[], Source]:
+    """What opens it; an unknown protocol, or a client library that is not installed, is an error before that."""
+    if isinstance(location, Path):
+        return partial(local.Source, location)
+    fs, path = filesystem(location)
+    native = native_store(fs, path, reading=True)
+    if native is None:
+        return partial(fsspec.Source, fs, path)
 
-    def __init__(self, location: Location, source: "obstore.Source | fsspec.Source") -> None:
+    def open_object() -> Source:
+        try:
+            return obstore.Source(*native)
+        except FileNotFoundError as error:
+            if kind_of(fs, path) == "directory":
+                raise IsADirectoryError(path) from error
+            raise
+
+    return open_object
+
+
+class _Named:
+    """A source whose errors name the file, and which tries again what fails for a moment."""
+
+    def __init__(self, location: Location, source: Source) -> None:
         self._location = location
         self._source = source
         self.size = source.size
@@ -124,18 +157,21 @@ class _Reads:
         except Exception as error:
             raise _failure("read", self._location, error) from error
 
+    def close(self) -> None:
+        self._source.close()
+
 
 def _failure(verb: str, location: Location, cause: BaseException) -> OSError:
     status = next((status for error in chain(cause) if (status := status_of(error)) is not None), 0)
     by_status = _KINDS_BY_STATUS.get(status, OSError)
     kind: type[OSError] = next((kind for kind in _KINDS if isinstance(cause, kind)), by_status)
-    reason = display(str(cause)).rstrip(".")
+    reason = display_about(str(cause), location).rstrip(".")
     if not isinstance(cause, OSError) or not reason:
         reason = f"{type(cause).__name__}: {reason}"
     if attempts_of(cause):
         reason += f" ({display(attempts_of(cause))})"
     end = ". What was there before, if anything, is unchanged." if verb == "write" else "."
-    if has_unknown_outcome(cause):
+    if multipart.has_unknown_outcome(cause):
         end = (
             ". It may have been written all the same: look at what is there. It is whole, be it the old one or the new."
         )

@@ -2,10 +2,12 @@
 
 import asyncio
 import concurrent.futures
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fsspec.asyn import AsyncFileSystem
+
+from lightning.fabric.storage.transport.threads import wait_until_done
 
 #: How long to wait until a cancelled call has let go of its connection.
 _CANCELLATION_S = 10
@@ -40,12 +42,18 @@ class Call:
         else:
             self._outcome.set_result(task.result())
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None, idle: Callable[[], None] | None = None) -> Any:
         """What the call returns or raises.
+
+        Args:
+            timeout: How many seconds to wait for it.
+            idle: Called meanwhile, if there is no timeout. What it raises ends the wait.
 
         Raises:
             concurrent.futures.TimeoutError: There is no outcome after ``timeout`` seconds.
         """
+        if idle is not None:
+            wait_until_done(self._outcome, idle)
         return self._outcome.result(timeout)
 
     def cancel(self) -> None:

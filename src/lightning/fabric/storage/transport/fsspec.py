@@ -1,9 +1,10 @@
 """Any fsspec file system."""
 
+import errno
 import inspect
 import io
 import logging
-import secrets
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,10 +13,11 @@ from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 from typing_extensions import override
 
-from lightning.fabric.storage.location import display, info_of, is_object_store, kind_of
+from lightning.fabric.storage.location import display, has_folders, info_of, is_object_store, kind_of, names_inside
 from lightning.fabric.storage.namespace import move
+from lightning.fabric.storage.replacement import is_shard_folder, set_aside, temporary_beside
+from lightning.fabric.storage.transport import multipart
 from lightning.fabric.storage.transport.calls import Call
-from lightning.fabric.storage.transport.multipart import part_size, streamed_part_size, warn_of_unfinished
 from lightning.fabric.storage.transport.reader import REPLACED
 from lightning.fabric.storage.transport.retry import retrying, retrying_async, status_of
 from lightning.fabric.storage.transport.sink import Sink
@@ -31,34 +33,36 @@ _IDENTITY = ("size", "ETag", "etag", "generation", "LastModified", "last_modifie
 
 
 @contextmanager
-def open_writer(fs: AbstractFileSystem, path: str, streaming: bool) -> Iterator[Sink]:
+def open_writer(fs: AbstractFileSystem, path: str, lean: bool) -> Iterator[Sink]:
     """See :func:`lightning.fabric.storage.transport.open_writer`."""
     clients = _clients(fs) & {"s3fs", "gcsfs", "adlfs"}
     if clients and not is_object_store(fs):
         raise ImportError(f"This release of {clients.pop()} is too old to save checkpoints with: upgrade it with pip")
     if not is_object_store(fs):
         fs.makedirs(fs._parent(path), exist_ok=True)
-        # not the name with something added, which may be as long as a name can be
-        temporary = f"{fs._parent(path).rstrip('/')}/.{secrets.token_hex(8)}.tmp"
-        try:
-            # autocommit: else the file joins a transaction that someone has open on this shared file system
-            with fs.open(temporary, "wb", autocommit=True) as file:
-                if hasattr(file, "set_pipelined"):  # SFTP: do not wait for an answer after each 32 KiB
-                    file.set_pipelined(True)
-                sink = Sink(file, copies=True)
-                yield sink
-            _check_size(fs, temporary, sink.tell())
-            _replace(fs, temporary, path)
-        except BaseException:
-            _clean_up(fs, temporary)
-            raise
-    elif streaming and clients:  # others cannot take back what a stream has written
-        with _stream(fs, path, part_size(0)) as file:
+        with temporary_beside(path.rpartition("/")[2]) as name:
+            temporary = f"{fs._parent(path).rstrip('/')}/{name}"
+            try:
+                # autocommit: else the file joins a transaction that someone has open on this shared file system
+                with fs.open(temporary, "wb", autocommit=True) as file:
+                    if hasattr(file, "set_pipelined"):  # SFTP: do not wait for an answer after each 32 KiB
+                        file.set_pipelined(True)
+                    sink = Sink(file, copies=True)
+                    yield sink
+                _check_size(fs, temporary, sink.tell())
+                with _room(fs, path):
+                    _replace(fs, temporary, path)
+            except BaseException:
+                _clean_up(fs, temporary)
+                raise
+    elif lean and clients:  # others cannot take back what a stream has written
+        with _stream(fs, path, multipart.SMALLEST_LEAN_PART) as file:
             yield _GrowingParts(file)
     else:
         buffer = io.BytesIO()
         yield Sink(buffer)
-        _pipe(fs, path, buffer.getvalue())  # getvalue() shares the memory, it does not copy
+        with _room(fs, path):
+            _pipe(fs, path, buffer.getvalue())  # getvalue() shares the memory, it does not copy
 
 
 class Source:
@@ -74,6 +78,7 @@ class Source:
         self._path = path
         #: Whether ranges can be read from many threads at a time.
         self.parallel = isinstance(fs, AsyncFileSystem) and type(fs)._cat_file is not AsyncFileSystem._cat_file
+        self._file: Any = None
         self._whole = _whole_website(fs, path) if "http" in _protocols(fs) else None
         if self._whole is not None:
             self.size = len(self._whole)
@@ -82,7 +87,8 @@ class Source:
         if self._info["type"] != "file":
             raise (IsADirectoryError if self._info["type"] == "directory" else FileNotFoundError)(path)
         self.size = int(self._info["size"])
-        self._file: Any = None if self.parallel else fs.open(path, "rb")
+        if not self.parallel:
+            self._file = fs.open(path, "rb")
 
     def read_into(self, start: int, view: memoryview) -> None:
         """Fills ``view`` with the bytes from ``start`` on.
@@ -116,6 +122,11 @@ class Source:
             _whole_website(self._fs, self._path)  # raises the reason, which that did not tell
         if any(now.get(key) != self._info.get(key) for key in _IDENTITY):
             raise OSError(REPLACED)
+
+    def close(self) -> None:
+        """Closes the file, where one was opened."""
+        if self._file is not None:
+            self._file.close()
 
 
 def _whole_website(fs: Any, path: str) -> memoryview | None:
@@ -156,7 +167,7 @@ def _protocols(fs: AbstractFileSystem) -> tuple[str, ...]:
 
 def _pipe(fs: AbstractFileSystem, path: str, data: bytes) -> None:
     """Stores ``data`` with as many parts at a time as the file system sees fit."""
-    size = part_size(len(data))
+    size = multipart.part_size(len(data), multipart.SMALLEST_PART)
     pipe_file = getattr(fs, "_pipe_file", fs.pipe_file)
     sized = {"chunksize": size} if "chunksize" in inspect.signature(pipe_file).parameters else {}
     if "adlfs" in _clients(fs) and (len(data) > _AZURE_PIPE_LIMIT or _confuses_adlfs(fs, path)):
@@ -178,7 +189,7 @@ class _GrowingParts(Sink):
 
     @override
     def write(self, data: Any) -> int:
-        self._file.blocksize = streamed_part_size(self.tell())
+        self._file.blocksize = multipart.streamed_part_size(self.tell(), multipart.SMALLEST_LEAN_PART)
         return super().write(data)
 
 
@@ -206,7 +217,7 @@ def _stream(fs: AbstractFileSystem, path: str, part: int) -> Iterator[Any]:
         try:
             file.discard()
         except Exception as error:
-            warn_of_unfinished(path, error)
+            multipart.warn_of_unfinished(path, error)
         raise
 
 
@@ -223,6 +234,22 @@ def _check_size(fs: AbstractFileSystem, path: str, size: int) -> None:
         raise OSError(f"{found} bytes arrived of {size} that were sent")
 
 
+@contextmanager
+def _room(fs: AbstractFileSystem, path: str) -> Iterator[None]:
+    """For a body that puts a file at ``path``. A sharded checkpoint there gives way, and goes when the body has ended.
+
+    Raises:
+        IsADirectoryError: Another folder is there.
+    """
+    if not has_folders(fs) or kind_of(fs, path) != "directory":
+        yield
+    elif is_shard_folder(names_inside(fs, path)):
+        with set_aside(fs, path):
+            yield
+    else:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+
+
 def _replace(fs: AbstractFileSystem, temporary: str, path: str) -> None:
     """Renames ``temporary`` to ``path``, over an existing file also where the file system refuses that.
 
@@ -236,14 +263,8 @@ def _replace(fs: AbstractFileSystem, temporary: str, path: str) -> None:
             raise  # it is not the old file that was in the way
     if kind_of(fs, temporary) == "nothing":
         return
-    aside = f"{path}.{secrets.token_hex(6)}.old"
-    move(fs, path, aside)
-    try:
+    with set_aside(fs, path):
         move(fs, temporary, path)
-    except BaseException:
-        move(fs, aside, path)
-        raise
-    _clean_up(fs, aside)
 
 
 def _clean_up(fs: AbstractFileSystem, path: str) -> None:

@@ -13,8 +13,10 @@ _PLANNED_PARTS = 9_000
 MOST_PARTS = 10_000
 #: Smaller parts mean more requests, larger ones more memory in flight.
 SMALLEST_PART = 32 * _MIB
-#: How many parts are on their way at a time.
-PARTS_IN_FLIGHT = 8
+#: Of a file whose writer wants little memory used.
+SMALLEST_LEAN_PART = 16 * _MIB
+#: How many parts are on their way at a time, while they are small.
+_PARTS_IN_FLIGHT = 8
 #: The metadata of an object of several parts in which its upload is marked. If the answer to the request that commits
 #: it is lost, and the next attempt is told that there is no such upload, it tells whether the object is that one.
 TOKEN = "lightning_save"
@@ -39,20 +41,26 @@ def check_size(store: str, size: int) -> None:
         )
 
 
-def part_size(size: int) -> int:
+def part_size(size: int, smallest: int) -> int:
     """The size of the parts, in bytes and a multiple of 1 MiB, in which an object of ``size`` bytes is uploaded.
 
-    Any object that S3 and GCS can hold stays under their limit of 10,000 parts.
+    It is ``smallest`` unless there would be too many: any object that S3 and GCS can hold stays under their limit of
+    10,000 parts.
     """
-    return max(SMALLEST_PART, -(-size // (_PLANNED_PARTS * _MIB)) * _MIB)
+    return max(smallest, -(-size // (_PLANNED_PARTS * _MIB)) * _MIB)
 
 
-def streamed_part_size(position: int) -> int:
+def streamed_part_size(position: int, smallest: int) -> int:
     """The size of the part that starts at byte ``position`` of an object whose size is known only at its end.
 
     It starts small and grows with what has been sent, so that 5 TiB fit into 10,000 parts here too.
     """
-    return part_size(8 * position)
+    return part_size(8 * position, smallest)
+
+
+def parts_in_flight(part: int, smallest: int) -> int:
+    """How many parts of ``part`` bytes are on their way at a time: the larger they are the fewer, to bound memory."""
+    return max(2, min(_PARTS_IN_FLIGHT, _PARTS_IN_FLIGHT * smallest // part))
 
 
 def new_token() -> str:

@@ -14,19 +14,19 @@ from fsspec import AbstractFileSystem
 
 from lightning.fabric.storage.transport.multipart import (
     MOST_PARTS,
-    PARTS_IN_FLIGHT,
     TOKEN,
     check_size,
     new_token,
     note_unknown_outcome,
     part_size,
+    parts_in_flight,
     warn_of_unfinished,
 )
 from lightning.fabric.storage.transport.obstore_errors import translated
 from lightning.fabric.storage.transport.reader import REPLACED
 from lightning.fabric.storage.transport.sink import PieceSink
 from lightning.fabric.storage.transport.stores.common import RETRY_DEADLINE_S
-from lightning.fabric.storage.transport.threads import in_thread
+from lightning.fabric.storage.transport.threads import in_thread, wait_until_done
 
 if TYPE_CHECKING:
     from obstore import WritableFile
@@ -52,7 +52,9 @@ _NEVER_SENT = "Connection refused|failed to lookup"
 
 
 @contextmanager
-def open_writer(fs: AbstractFileSystem, path: str, store: "ObjectStore", name: str) -> Iterator[PieceSink]:
+def open_writer(
+    fs: AbstractFileSystem, path: str, store: "ObjectStore", name: str, smallest_part: int
+) -> Iterator[PieceSink]:
     """See :func:`lightning.fabric.storage.transport.open_writer`.
 
     Args:
@@ -60,18 +62,20 @@ def open_writer(fs: AbstractFileSystem, path: str, store: "ObjectStore", name: s
         path: The object's path there.
         store: The bucket.
         name: The object's name in it.
+        smallest_part: The size of the parts, in bytes, unless the object needs larger ones.
     """
-    upload = _Upload(store, name, f"{type(store).__name__} {path}")
+    upload = _Upload(store, name, f"{type(store).__name__} {path}", smallest_part)
     upload.wait_for_the_one_before()
     sink = PieceSink(upload)
     upload.expected_size = lambda: sink.announced
+    upload.idle = lambda: sink.idle()
     try:
         yield sink
         sink.flush()
         upload.finish()
         fs.invalidate_cache(path)
     except BaseException:
-        upload.abort()
+        upload.abort(sink.disposable)
         raise
 
 
@@ -85,15 +89,18 @@ class _Upload:
         store: The bucket.
         name: The object's name in it.
         key: What the object is called in :data:`_left_alone`.
+        smallest_part: As for :func:`open_writer`.
     """
 
-    def __init__(self, store: "ObjectStore", name: str, key: str) -> None:
+    def __init__(self, store: "ObjectStore", name: str, key: str, smallest_part: int) -> None:
         self.expected_size: Callable[[], int]
+        self.idle: Callable[[], None]
         self._store = store
         self._name = name
         self._pieces: queue.Queue[memoryview | None] = queue.Queue(maxsize=2)
         self._position = 0
         self._part_size = 0
+        self._smallest_part = smallest_part
         self._token = new_token()
         self._key = key
         self._given_up = threading.Event()
@@ -114,7 +121,7 @@ class _Upload:
         """Commits the object."""
         self._start_once()
         self._put(None)
-        _awaited(self._outcome, self._name)
+        _awaited(self._outcome, self._name, self.idle)
 
     def wait_for_the_one_before(self) -> None:
         """Waits for an upload of the same name that was left to itself: it could still replace what comes now.
@@ -127,14 +134,14 @@ class _Upload:
             log.warning(f"Waiting until an interrupted upload of {self._name!r} has ended")
             concurrent.futures.wait([before])
 
-    def abort(self) -> None:
-        """Takes the upload back. One that is being committed cannot be stopped, and is waited for."""
+    def abort(self, disposable: bool) -> None:
+        """Takes the upload back. One that is being committed cannot be stopped, and is waited for, if that matters."""
         self._given_up.set()
         if not self._part_size or concurrent.futures.wait([self._outcome], _PATIENCE_S).done:
             return
         _left_alone[self._key] = self._outcome  # also if the wait is interrupted
         self._outcome.add_done_callback(lambda _: _left_alone.pop(self._key, None))
-        if not self._is_closing.is_set():
+        if disposable or not self._is_closing.is_set():
             warn_of_unfinished(self._name)
             return
         log.warning(f"Waiting until the upload of {self._name!r} has ended. Interrupt again to leave it alone")
@@ -144,7 +151,7 @@ class _Upload:
     def _start_once(self) -> None:
         if not self._part_size:  # not earlier: only now have all storages been announced
             check_size(_store_name(self._store), self.expected_size())
-            self._part_size = part_size(self.expected_size())
+            self._part_size = part_size(self.expected_size(), self._smallest_part)
             self._outcome = in_thread("checkpoint-upload", self._send)
 
     def _put(self, piece: memoryview | None) -> None:
@@ -155,7 +162,7 @@ class _Upload:
                 self._pieces.put(piece, timeout=_POLL_S)
                 return
             except queue.Full:
-                continue
+                self.idle()
 
     def _send(self) -> None:
         import obstore
@@ -167,7 +174,7 @@ class _Upload:
                 self._name,
                 attributes={TOKEN: self._token},
                 buffer_size=self._part_size,
-                max_concurrency=PARTS_IN_FLIGHT,
+                max_concurrency=parts_in_flight(self._part_size, self._smallest_part),
             ) as writer:
                 try:
                     self._write_all(writer)
@@ -291,14 +298,19 @@ class Source:
         if replaced:
             raise OSError(REPLACED)
 
+    def close(self) -> None:
+        """Does nothing: the store's connections are those of all its objects."""
 
-def _awaited(outcome: concurrent.futures.Future[_T], name: str) -> _T:
+
+def _awaited(outcome: concurrent.futures.Future[_T], name: str, idle: Callable[[], None] = lambda: None) -> _T:
     """What a call returns, which may go on for minutes without a word where a store does not answer."""
-    if not concurrent.futures.wait([outcome], _PATIENCE_WITH_STORES_S).done:
+    wait_until_done(outcome, idle, _PATIENCE_WITH_STORES_S)
+    if not outcome.done():
         log.warning(
             f"Still waiting for the store of {name!r} after {_PATIENCE_WITH_STORES_S} s. If it does not answer, is the"
             f" endpoint right? Requests are tried again for up to {RETRY_DEADLINE_S} s"
         )
+    wait_until_done(outcome, idle)
     return outcome.result()
 
 

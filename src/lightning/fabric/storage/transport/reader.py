@@ -37,6 +37,9 @@ class Source(Protocol):
     def check(self) -> None:
         """Raises an ``OSError`` if the file is no longer the one that was opened."""
 
+    def close(self) -> None:
+        """Lets go of the file, of which no range is being read."""
+
 
 class RangedFile(io.RawIOBase):
     """A binary file to read and seek in.
@@ -172,6 +175,7 @@ class RangedFile(io.RawIOBase):
     def close(self) -> None:
         self._ahead.clear()
         self._kept.clear()
+        self._source.close()
         super().close()
 
 

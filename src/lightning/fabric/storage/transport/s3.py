@@ -10,12 +10,12 @@ from fsspec import AbstractFileSystem
 from lightning.fabric.storage.transport.calls import Call
 from lightning.fabric.storage.transport.multipart import (
     ABORT_S,
-    PARTS_IN_FLIGHT,
     TOKEN,
     check_size,
     new_token,
     note_unknown_outcome,
     part_size,
+    parts_in_flight,
     streamed_part_size,
     warn_of_unfinished,
 )
@@ -32,11 +32,12 @@ def can_write(fs: AbstractFileSystem) -> bool:
 
 
 @contextmanager
-def open_writer(fs: "S3FileSystem", path: str) -> Iterator[Sink]:
-    """See :func:`lightning.fabric.storage.transport.open_writer`."""
-    upload = _Upload(fs, path)
+def open_writer(fs: "S3FileSystem", path: str, smallest_part: int) -> Iterator[Sink]:
+    """See :func:`lightning.fabric.storage.transport.open_writer`, and the one of obstore for ``smallest_part``."""
+    upload = _Upload(fs, path, smallest_part)
     sink = Sink(upload)
     upload.expected_size = lambda: sink.announced
+    upload.idle = lambda: sink.idle()
     try:
         yield sink
         upload.finish()
@@ -48,8 +49,9 @@ def open_writer(fs: "S3FileSystem", path: str) -> Iterator[Sink]:
 class _Upload:
     """A multipart upload, or a single request if the file is small."""
 
-    def __init__(self, fs: "S3FileSystem", path: str) -> None:
+    def __init__(self, fs: "S3FileSystem", path: str, smallest_part: int) -> None:
         self.expected_size: Callable[[], int]
+        self.idle: Callable[[], None]
         self._fs = fs
         self._path = path
         bucket, key, _ = fs.split_path(path)
@@ -58,6 +60,7 @@ class _Upload:
         self._token = new_token()
         self._position = 0
         self._part = bytearray()
+        self._smallest_part = smallest_part
         self._full = 0  # bytes at which the part is complete
         self._running: deque[Call] = deque()
         self._etags: list[str] = []
@@ -66,7 +69,8 @@ class _Upload:
         if not self._full:
             size = max(self.expected_size(), self._position)
             check_size("S3", size)
-            self._full = max(part_size(size), streamed_part_size(self._position))
+            planned = part_size(size, self._smallest_part)
+            self._full = max(planned, streamed_part_size(self._position, self._smallest_part))
         taken = piece[: self._full - len(self._part)]
         self._part += taken
         self._position += len(taken)
@@ -79,16 +83,16 @@ class _Upload:
             # in place of what s3fs would add of its own options
             metadata = {**self._fs.s3_additional_kwargs.get("Metadata", {}), TOKEN: self._token}
             self._creation = self._call("create_multipart_upload", Metadata=metadata)
-        upload = self._creation.result()["UploadId"]
+        upload = self._creation.result(idle=self.idle)["UploadId"]
         number = len(self._etags) + len(self._running) + 1
-        if len(self._running) == PARTS_IN_FLIGHT:
+        while len(self._running) >= parts_in_flight(self._full, self._smallest_part):
             self._await_oldest()
         self._running.append(self._call("upload_part", PartNumber=number, UploadId=upload, Body=self._part))
         self._part = bytearray()
         self._full = 0
 
     def _await_oldest(self) -> None:
-        self._etags.append(self._running[0].result()["ETag"])
+        self._etags.append(self._running[0].result(idle=self.idle)["ETag"])
         self._running.popleft()
 
     def finish(self) -> None:
@@ -97,7 +101,7 @@ class _Upload:
                 self._what("PutObject"), lambda: self._fs._pipe_file(self._path, bytes(self._part), chunksize=2**40)
             )
             self._running.append(Call(self._fs, put))
-            self._running[0].result()
+            self._running[0].result(idle=self.idle)
             return
         if self._part:
             self._send_part()
@@ -142,7 +146,7 @@ class _Upload:
     def _ask(self, method: str, **arguments: Any) -> dict[str, Any]:
         call = self._call(method, **arguments)
         self._running.append(call)  # where an interruption finds it
-        answer: dict[str, Any] = call.result()
+        answer: dict[str, Any] = call.result(idle=self.idle)
         self._running.remove(call)
         return answer
 

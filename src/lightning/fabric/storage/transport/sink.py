@@ -2,6 +2,7 @@
 
 import ctypes
 import io
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,10 @@ from typing_extensions import override
 _LARGEST_WRITE = 16 * 2**20
 #: Smaller writes are collected until they are as large. To pass each on by itself costs more than to copy it.
 _SMALLEST_PIECE = 2**20
+
+
+class GivenUp(Exception):
+    """What :attr:`Sink.idle` raises to end the upload. It leaves the writer as it is."""
 
 
 class Sink(io.RawIOBase):
@@ -29,8 +34,12 @@ class Sink(io.RawIOBase):
     def __init__(self, file: Any, copies: bool = False) -> None:
         super().__init__()
         self.error: BaseException | None = None
-        #: Bytes of the storages that are going to be written.
+        #: How many bytes are going to be written, as far as is known.
         self.announced = 0
+        #: Called now and then while there is nothing to do but to wait. It may raise a :class:`GivenUp`.
+        self.idle: Callable[[], None] = lambda: None
+        #: Whether nobody will look for the file if the upload fails: then one that cannot be stopped is left alone.
+        self.disposable = False
         self._announced: dict[int, torch.UntypedStorage] = {}
         self._file = file
         self._copies = copies
@@ -48,7 +57,15 @@ class Sink(io.RawIOBase):
         """Tells the sink of memory that is going to be written, and does not change until the file is complete."""
         if storage._cdata not in self._announced:  # views share one, which is written once
             self._announced[storage._cdata] = storage  # alive, so that no other gets its address
-            self.announced += storage.nbytes()
+            self.expect(storage.nbytes())
+
+    def expect(self, size: int) -> None:
+        """Tells the sink of ``size`` bytes more that are going to be written."""
+        self.announced += size
+
+    def give(self, data: memoryview) -> None:
+        """Writes memory that belongs to the view, and does not change until the file is complete."""
+        self.write(data)
 
     @override
     def write(self, data: Any) -> int:
@@ -109,6 +126,19 @@ class PieceSink(Sink):
                 raise
             self._position += len(rest)
             return len(rest)
+
+    @override
+    def give(self, data: memoryview) -> None:
+        if len(data) < _SMALLEST_PIECE:
+            self.write(data)
+            return
+        try:
+            self.flush()
+            self._file.write(data)
+        except BaseException as error:
+            self.error = self.error or error
+            raise
+        self._position += len(data)
 
     def _write_large(self, data: np.ndarray) -> None:
         self.flush()
