@@ -1,0 +1,99 @@
+"""Checksums of the records in a shard, with which any part of a record can be checked by itself.
+
+A record is what torch.distributed.checkpoint saves of one item: an archive that holds one tensor, or other bytes. It is
+a head, the data and a tail; head and tail are empty unless it is an archive whose tensor's bytes are the data. The data
+are cut into blocks. Each block has the CRC-32 of all the data up to its end, so that the last one is what an archive
+says of its tensor, and a block is checked by going on from the one before it.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+#: Bytes of data with one checksum: a part of a record is read in whole blocks.
+BLOCK = 2**20
+
+
+class Record(NamedTuple):
+    """Where a record is, and its checksums. In a checkpoint's metadata it is a plain tuple of the same.
+
+    Attributes:
+        offset: Of its first byte in the file.
+        length: In bytes.
+        data: Of the first byte of the data in the file. Beyond ``offset`` if the record is an archive whose tensor's
+            bytes, contiguous and in native byte order, are the data; else ``offset``.
+        nbytes: Of the data.
+        crcs: Four bytes each, little-endian: of the head unless it is empty, of the blocks, of the tail unless empty.
+            Empty if none were stored.
+    """
+
+    offset: int
+    length: int
+    data: int
+    nbytes: int
+    crcs: bytes
+
+    @property
+    def end(self) -> int:
+        """Of the first byte after the record."""
+        return self.offset + self.length
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the data are a tensor's bytes."""
+        return self.data > self.offset
+
+    def blocks(self) -> list[tuple[int, int, int, int | None]]:
+        """The pieces that have a checksum: start and end in the file, the CRC to go on from, and the one to reach.
+
+        The latter is None if none were stored.
+        """
+        crcs: Sequence[int | None] = struct.unpack(f"<{len(self.crcs) // 4}I", self.crcs)
+        if not crcs:
+            crcs = [None] * (2 + -(-self.nbytes // BLOCK))
+        end = self.data + self.nbytes
+        pieces = []
+        if self.data > self.offset:
+            pieces.append((self.offset, self.data, 0, crcs[0]))
+        first = len(pieces)
+        for number, start in enumerate(range(self.data, end, BLOCK), first):
+            before = crcs[number - 1] or 0 if number > first else 0
+            pieces.append((start, min(start + BLOCK, end), before, crcs[number]))
+        if end < self.end:
+            pieces.append((end, self.end, 0, crcs[len(pieces)]))
+        return pieces
+
+
+class Checksums:
+    """Collects the checksums of a record's data as they are written, in pieces of any size."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        #: Of all data so far.
+        self.crc = 0
+        self._crcs: list[int] = []
+
+    def update(self, data: memoryview) -> None:
+        """Goes on with bytes that follow on the earlier ones."""
+        for piece in _cut(data, BLOCK - self.nbytes % BLOCK):
+            self.crc = zlib.crc32(piece, self.crc)
+            self.nbytes += len(piece)
+            if self.nbytes % BLOCK == 0:
+                self._crcs.append(self.crc)
+
+    def record(self, offset: int, head: bytes = b"", tail: bytes = b"") -> Record:
+        """The record that starts at ``offset`` and has all the data so far."""
+        crcs = [*self._crcs, self.crc] if self.nbytes % BLOCK else self._crcs
+        crcs = [*([zlib.crc32(head)] if head else []), *crcs, *([zlib.crc32(tail)] if tail else [])]
+        length = len(head) + self.nbytes + len(tail)
+        return Record(offset, length, offset + len(head), self.nbytes, struct.pack(f"<{len(crcs)}I", *crcs))
+
+
+def _cut(data: memoryview, first: int) -> Iterator[memoryview]:
+    at = 0
+    size = first
+    while at < len(data):
+        yield data[at : at + size]
+        at += size
+        size = BLOCK

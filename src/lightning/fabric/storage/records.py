@@ -1,0 +1,133 @@
+"""Writes the records of a shard, with their checksums, in host memory that does not grow with them."""
+
+import io
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning.fabric.storage.archive import Archive, TensorStub
+from lightning.fabric.storage.checksums import Checksums, Record
+from lightning.fabric.storage.save import write_object
+from lightning.fabric.storage.transport.sink import Sink
+
+#: How much of a tensor is on its way from an accelerator to host memory, twice, or is checked before it is sent.
+_PIECE = 16 * 2**20
+
+
+class RecordWriter:
+    """Appends records to a file, whose ``idle`` is called at least for every 16 MiB.
+
+    Args:
+        file: A file of :func:`~lightning.fabric.storage.transport.open_writer`.
+    """
+
+    def __init__(self, file: Sink) -> None:
+        self._file = file
+
+    def write(self, data: Tensor | io.BytesIO) -> Record:
+        """Appends what torch.distributed.checkpoint's planner gives for one item.
+
+        A tensor's memory must not change before the file is complete.
+        """
+        if isinstance(data, io.BytesIO):
+            return self._write_bytes(data.getbuffer())
+        if _is_plain(data):
+            return self._write_tensor(data.detach())
+        return self.write_object(data.detach().cpu())
+
+    def write_object(self, obj: Any) -> Record:
+        """Appends what ``torch.save`` makes of ``obj``."""
+        offset = self._file.tell()
+        checked = _Checked(self._file)
+        write_object(obj, checked)
+        return checked.checksums.record(offset)
+
+    def _write_bytes(self, data: memoryview) -> Record:
+        offset, checksums = self._file.tell(), Checksums()
+        checksums.update(data)
+        self._file.write(data)
+        self._file.idle()
+        return checksums.record(offset)
+
+    def _write_tensor(self, tensor: Tensor) -> Record:
+        """An archive of the tensor, as ``torch.save`` would write one."""
+        offset, checksums, archive = self._file.tell(), Checksums(), Archive()
+        head = archive.start(TensorStub(tensor.dtype, tuple(tensor.shape))) + archive.tensor_starts()
+        self._file.write(head)
+        for piece in _host_pieces(tensor):
+            checksums.update(piece)
+            self._file.give(piece)
+            self._file.idle()
+        tail = archive.tensor_ends(checksums.crc) + archive.end()
+        self._file.write(tail)
+        return checksums.record(offset, head, tail)
+
+
+class _Checked(Sink):
+    """Passes on what is written, and computes its checksums."""
+
+    def __init__(self, file: Sink) -> None:
+        super().__init__(file)
+        self.checksums = Checksums()
+
+    def announce(self, storage: torch.UntypedStorage) -> None:
+        self._file.announce(storage)
+
+    def write(self, data: Any) -> int:
+        with memoryview(data) as view, view.cast("B") as whole:
+            self.checksums.update(whole)
+            self._position += len(whole)
+        self._file.idle()
+        return cast(int, self._file.write(data))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is no more than its values, one after the other in memory."""
+    is_own_class = type(tensor.detach()) is Tensor and not tensor.is_conj() and not tensor.is_neg()
+    return is_own_class and tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+
+
+def _host_pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes in host memory. Those of an accelerator come in memory of their own, and none is kept.
+
+    While one piece is being sent, the next is on its way from the device.
+    """
+    pieces = _pieces(tensor)
+    if tensor.device.type != "cuda":
+        yield from (piece.cpu().numpy().data for piece in pieces)
+        return
+    copies = (_copy_from_cuda(piece) for piece in pieces)
+    ahead = next(copies, None)
+    while ahead is not None:
+        host, copied = ahead
+        ahead = next(copies, None)
+        copied.synchronize()
+        yield host.numpy().data
+
+
+def _copy_from_cuda(piece: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    # torch keeps pinned memory that is free for the next piece, and does not give it out before the copy has ended
+    host = torch.empty(len(piece), dtype=torch.uint8, device="cpu", pin_memory=True)
+    host.copy_(piece, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(piece.device))
+    return host, copied
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Bytes, on the tensor's device, that make up its values in row-major order: views of it if it is contiguous."""
+    if tensor.numel() == 0:
+        return
+    if tensor.is_contiguous():
+        flat = tensor.reshape(-1).view(torch.uint8)
+        yield from (flat[at : at + _PIECE] for at in range(0, len(flat), _PIECE))
+    elif tensor.nbytes <= _PIECE:
+        yield tensor.contiguous().reshape(-1).view(torch.uint8)
+    elif len(tensor) == 1:
+        yield from _pieces(tensor[0])
+    else:
+        rows = max(1, _PIECE * len(tensor) // tensor.nbytes)
+        for at in range(0, len(tensor), rows):
+            yield from _pieces(tensor[at : at + rows])
