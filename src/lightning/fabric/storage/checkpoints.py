@@ -1,14 +1,14 @@
 """What the FSDP and model-parallel strategies do with a checkpoint's place: a folder of shards, or one full file.
 
-A sharded checkpoint is what torch.distributed.checkpoint makes, ``.metadata`` and the ranks' ``*.distcp`` files, with
-``meta.pt`` beside them for all that is neither model nor optimizer. Folders of stock Lightning load here, and ours load
-there. On an object store a full file and a folder can have the same name: while both exist, the folder counts.
+A sharded checkpoint is what torch.distributed.checkpoint makes, and :mod:`~lightning.fabric.storage.commit` says when
+it is complete. Folders of stock Lightning load here, and ours load there. On an object store a full file and a folder
+can have the same name: while both exist, the folder counts.
 """
 
-import logging
+import dataclasses
+import io
 import os
-import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,28 +16,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning.fabric.storage.load import load_file
-from lightning.fabric.storage.location import Location, beside, display, is_file, is_folder, join, locate, shares_names
-from lightning.fabric.storage.namespace import make_folder, remove_file, remove_folder, rename_folder
+from lightning.fabric.storage.location import Location, display, is_file, is_folder, locate, shares_names
+from lightning.fabric.storage.namespace import remove_folder
+from lightning.fabric.storage.ranks import failures_of_ranks, is_rank_zero, outcome_of_rank_zero
+from lightning.fabric.storage.replacement import remove_leftovers
 from lightning.fabric.storage.save import save_file
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_4
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import StorageReader
+    from torch.distributed.checkpoint import Metadata
 
-log = logging.getLogger(__name__)
-
-_METADATA_FILENAME = "meta.pt"
+_Path = str | os.PathLike[str]
 
 
-def locate_checkpoint(path: str | os.PathLike[str]) -> Location:
+def locate_checkpoint(path: _Path, options: Mapping[str, Any] | None = None) -> Location:
     """As :func:`~lightning.fabric.storage.location.locate`, for a strategy that saves with every rank.
 
     Raises:
-        NotImplementedError: ``path`` is a URL, and PyTorch is older than 2.4, whose torch.distributed.checkpoint
-            cannot reach it.
+        TypeError: ``options`` is not a mapping.
+        NotImplementedError: ``path`` is a URL, and PyTorch is older than 2.4, with which this was never tried.
     """
-    location = locate(path)
+    location = locate(path, options)
     if not isinstance(location, Path) and not _TORCH_GREATER_EQUAL_2_4:
         raise NotImplementedError(
             f"Checkpoints of FSDP and ModelParallel on a remote file system need PyTorch 2.4 or newer, and this is"
@@ -46,14 +46,72 @@ def locate_checkpoint(path: str | os.PathLike[str]) -> Location:
     return location
 
 
-def is_sharded_checkpoint(location: Location) -> bool:
-    """Whether there is a complete folder of shards."""
-    return is_file(join(locate(location), _METADATA_FILENAME))
+@dataclasses.dataclass(frozen=True)
+class FoundCheckpoint(os.PathLike[str]):
+    """What was at a path when a load began, and stands for the path until the load ends.
+
+    Attributes:
+        location: The place.
+        metadata: Of a complete sharded checkpoint; None if that is not what was found.
+        is_full: Whether a file was found.
+    """
+
+    location: Location
+    metadata: "Metadata | None" = None
+    is_full: bool = False
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.location)
+
+    def __str__(self) -> str:
+        return display(self.location)
 
 
-def is_full_checkpoint(location: Location) -> bool:
+def find_checkpoint(path: _Path) -> FoundCheckpoint:
+    """Looks what there is to load; a collective call, in which rank zero looks.
+
+    A checkpoint that is replaced afterwards makes the load fail, but not mix the old one and the new one.
+
+    Raises:
+        FileNotFoundError: There is a sharded checkpoint of which something is missing.
+        OSError: The store did not answer, or the checkpoint's metadata is damaged. Every rank raises it.
+    """
+    location = locate_checkpoint(path)
+    found: list[Any] = [None]
+    with outcome_of_rank_zero():
+        if is_rank_zero():
+            found = [_look(location)]
+    if _distributed_is_initialized():
+        torch.distributed.broadcast_object_list(found, src=0)
+    metadata, is_full = found[0]
+    return FoundCheckpoint(location, metadata, is_full)
+
+
+def _look(location: Location) -> tuple["Metadata | None", bool]:
+    from lightning.fabric.storage import commit
+
+    try:
+        return commit.read_metadata(location), False
+    except FileNotFoundError:
+        if is_file(location):
+            return None, True
+        if commit.is_begun(location):
+            raise
+        return None, False
+
+
+def is_sharded_checkpoint(path: _Path) -> bool:
+    """Whether there is a folder of shards: a complete one if ``path`` is a :class:`FoundCheckpoint`, else any part."""
+    if isinstance(path, FoundCheckpoint):
+        return path.metadata is not None
+    from lightning.fabric.storage import commit
+
+    return commit.is_begun(locate(path))
+
+
+def is_full_checkpoint(path: _Path) -> bool:
     """Whether there is a file that could hold a full state."""
-    return is_file(locate(location))
+    return path.is_full if isinstance(path, FoundCheckpoint) else is_file(locate(path))
 
 
 def is_folder_in_the_way(location: Location) -> bool:
@@ -62,47 +120,51 @@ def is_folder_in_the_way(location: Location) -> bool:
     return not shares_names(location) and not is_sharded_checkpoint(location) and is_folder(location)
 
 
-def make_shard_folder(location: Location) -> None:
-    """Prepares for shards; every rank calls it. A file of that name makes room, where it has to."""
-    if not shares_names(location) and is_file(location):
-        try:
-            remove_file(location)
-        except OSError:
-            if is_file(location):  # else another rank was quicker
-                raise
-    make_folder(location)
+def save_sharded(state: dict[str, Any], meta: dict[str, Any] | None, path: _Path) -> None:
+    """Saves a sharded checkpoint, whole or not at all; a collective call.
 
-
-def save_shards(state: dict[str, Any], location: Location) -> None:
-    """Saves the model and optimizer state of this rank; a collective call.
+    Args:
+        state: The model and optimizer state of this rank. Tensors of an accelerator are copied piece by piece.
+        meta: What belongs to the checkpoint beside that; that of rank zero is saved.
+        path: The checkpoint's folder. What is there, be it a folder or a file, is replaced when all ranks have
+            succeeded.
 
     Raises:
-        OSError: A rank could not write to the store. Every rank raises it, with the reasons of all.
+        OSError: A rank could not write. Every rank raises the same, with the reasons of all.
+        RuntimeError: A rank could not save for another reason, likewise.
     """
-    from torch.distributed.checkpoint import save
+    from torch.distributed import checkpoint as dcp
 
-    if isinstance(location, Path):
-        save(state, checkpoint_id=location)
-        return
     from lightning.fabric.storage.sharded import ShardWriter
 
-    with _failures_of_ranks("save", location):
-        save(state, storage_writer=ShardWriter(location))
+    location = locate_checkpoint(path)
+    writer = ShardWriter(location, meta)
+    with failures_of_ranks("save", location, writer), writer.undone_on_failure():
+        getattr(dcp, "save", dcp.save_state_dict)(state, storage_writer=writer)  # the former since PyTorch 2.2
 
 
-def load_shards(state: dict[str, Any], location: Location) -> None:
+def load_shards(state: dict[str, Any], path: _Path, strict: bool = True) -> None:
     """Loads into the tensors of ``state`` what this rank keeps of it; a collective call.
 
+    Args:
+        state: What to load, by the names that it has in the checkpoint.
+        path: The checkpoint's folder.
+        strict: Whether it is an error if the checkpoint lacks something.
+
     Raises:
-        OSError: A rank could not read from the store. Every rank raises it, with the reasons of all.
+        FileNotFoundError: There is no complete checkpoint.
+        OSError: A rank could not read, or what it read is damaged. Every rank raises the same, with all reasons.
+        RuntimeError: The checkpoint is not one of ``state``, likewise.
     """
-    from torch.distributed.checkpoint import load
+    from torch.distributed import checkpoint as dcp
 
-    with _failures_of_ranks("load", location):
-        load(state, storage_reader=_shard_reader(location))
+    planner = dcp.DefaultLoadPlanner() if strict else dcp.DefaultLoadPlanner(allow_partial_load=True)
+    location, reader = _reader(path)
+    with failures_of_ranks("load", location, reader):
+        getattr(dcp, "load", dcp.load_state_dict)(state, storage_reader=reader, planner=planner)
 
 
-def load_optimizer_shards(model_state: dict[str, Any], key: str, location: Location) -> dict[str, Any]:
+def load_optimizer_shards(model_state: dict[str, Any], key: str, path: _Path) -> dict[str, Any]:
     """Loads what this rank keeps of an optimizer's state, which is called ``key`` in the checkpoint; a collective call.
 
     Raises:
@@ -110,55 +172,39 @@ def load_optimizer_shards(model_state: dict[str, Any], key: str, location: Locat
     """
     from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 
-    with _failures_of_ranks("load", location):
-        return dict(load_sharded_optimizer_state_dict(model_state, key, _shard_reader(location)))
+    location, reader = _reader(path)
+    with failures_of_ranks("load", location, reader):
+        return dict(load_sharded_optimizer_state_dict(model_state, key, reader))
 
 
-def _shard_reader(location: Location) -> "StorageReader":
-    if isinstance(location, Path):
-        from torch.distributed.checkpoint import FileSystemReader
-
-        return FileSystemReader(location)
+def _reader(path: _Path) -> tuple[Location, Any]:
     from lightning.fabric.storage.sharded import ShardReader
 
-    return ShardReader(location)
+    found = path if isinstance(path, FoundCheckpoint) else find_checkpoint(path)
+    if found.metadata is None:
+        raise FileNotFoundError(f"There is no sharded checkpoint at {found}")
+    return found.location, ShardReader(found.location, found.metadata)
 
 
-@contextmanager
-def _failures_of_ranks(verb: str, location: Location) -> Iterator[None]:
-    """Turns what torch.distributed.checkpoint raises about a store, a BaseException, into what user code expects."""
-    from torch.distributed.checkpoint import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as error:
-        if isinstance(location, Path):  # as ever
-            raise
-        reasons = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
-        told = (f"rank {rank}: {type(reason).__name__}: {display(str(reason))}" for rank, reason in reasons.items())
-        raise OSError(f"Could not {verb} the sharded checkpoint {display(location)}: {'; '.join(told)}") from error
-
-
-def save_metadata(metadata: dict[str, Any], location: Location) -> None:
-    """Saves what belongs to a sharded checkpoint beside its shards, as the last of it; a collective call.
-
-    Args:
-        metadata: What rank zero has is saved.
-        location: The checkpoint's folder.
+def load_metadata(path: _Path, weights_only: bool | None = None) -> Any:
+    """Loads what belongs to a sharded checkpoint beside model and optimizer, into host memory; a collective call.
 
     Raises:
-        OSError: Rank zero could not write. Every rank raises it.
+        OSError: Rank zero could not read it, or it is damaged. Every rank raises it.
     """
-    with _outcome_of_rank_zero():
-        if _is_rank_zero():
-            save_file(metadata, join(location, _METADATA_FILENAME))
-            if shares_names(location):  # a full file that the folder replaces; elsewhere it had to go before
-                _clean_up(location, remove_file)
+    from lightning.fabric.storage import commit
 
-
-def load_metadata(location: Location, weights_only: bool | None = None) -> Any:
-    """Loads what :func:`save_metadata` saved."""
-    return load_file(join(location, _METADATA_FILENAME), weights_only=weights_only)
+    found = path if isinstance(path, FoundCheckpoint) else find_checkpoint(path)
+    content: list[bytes | None] = [None]
+    with outcome_of_rank_zero():
+        if is_rank_zero() and found.metadata is not None:
+            content = [commit.read_meta(found.location, found.metadata)]
+    if _distributed_is_initialized():
+        torch.distributed.broadcast_object_list(content, src=0)
+    if content[0] is None:
+        return {}
+    # of what the file's author had on an accelerator, nothing belongs on that of this rank
+    return torch.load(io.BytesIO(content[0]), map_location="cpu", weights_only=weights_only)
 
 
 def save_full(state: dict[str, Any], location: Location) -> None:
@@ -168,12 +214,13 @@ def save_full(state: dict[str, Any], location: Location) -> None:
         OSError: Rank zero could not write. Every rank raises it.
     """
     with saving_full(location):
-        if _is_rank_zero():
+        if is_rank_zero():
             save_file(state, location)
 
 
-def load_full(location: Location, weights_only: bool | None = None) -> Any:
+def load_full(path: _Path, weights_only: bool | None = None) -> Any:
     """Loads a full state into host memory; a local file is mapped rather than read."""
+    location = locate(path)
     if isinstance(location, Path):
         return torch.load(location, mmap=True, map_location="cpu", weights_only=weights_only)
     return load_file(location, map_location="cpu", weights_only=weights_only)
@@ -188,11 +235,10 @@ def saving_full(location: Location) -> Iterator[None]:
     Raises:
         OSError: On the other ranks, if the body failed on rank zero; of the same type where it is a built-in one.
     """
-    with _outcome_of_rank_zero():
-        if not _is_rank_zero() or not _has_shards_to_replace(location):
-            yield
-        elif shares_names(location):
-            yield
+    with outcome_of_rank_zero():
+        has_shards = is_rank_zero() and shares_names(location) and _has_shards_to_replace(location)
+        yield  # elsewhere the file takes the place of shards by itself, at once
+        if has_shards:
             try:
                 remove_folder(location)
             except Exception as error:
@@ -200,15 +246,8 @@ def saving_full(location: Location) -> Iterator[None]:
                     f"{display(location)} is saved, but the sharded checkpoint of that name could not be removed, and"
                     f" is still what would be loaded: {display(str(error))}"
                 ) from error
-        else:
-            aside = beside(location, f".{secrets.token_hex(6)}.old")
-            rename_folder(location, aside)
-            try:
-                yield
-            except BaseException:
-                rename_folder(aside, location)
-                raise
-            _clean_up(aside, remove_folder)
+        if is_rank_zero():
+            remove_leftovers(location)
 
 
 def _has_shards_to_replace(location: Location) -> bool:
@@ -216,37 +255,3 @@ def _has_shards_to_replace(location: Location) -> bool:
         return is_sharded_checkpoint(location)
     except PermissionError:  # what S3 answers about a missing object to those who may write, but not list
         return False
-
-
-def _is_rank_zero() -> bool:
-    return not _distributed_is_initialized() or torch.distributed.get_rank() == 0
-
-
-@contextmanager
-def _outcome_of_rank_zero() -> Iterator[None]:
-    """Raises on every rank if the body failed on rank zero; else the others would wait for it in the next barrier."""
-    failed: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failed = error
-    if _distributed_is_initialized():
-        told: list[OSError | None] = [None]
-        if failed is not None:  # a built-in type, for any other may not be picklable
-            kind = type(failed) if isinstance(failed, OSError) and type(failed).__module__ == "builtins" else OSError
-            told = [kind(f"rank 0: {type(failed).__name__}: {failed}")]
-        torch.distributed.broadcast_object_list(told, src=0)
-        if failed is None and told[0] is not None:
-            raise told[0]
-    if failed is not None:
-        raise failed
-
-
-def _clean_up(location: Location, remove: Callable[[Location], None]) -> None:
-    """Removes what a save has replaced. The save is complete, so that a failure here is no failure of it."""
-    try:
-        remove(location)
-    except Exception as error:
-        log.warning(
-            f"Could not remove {display(location)}, which is replaced ({type(error).__name__}: {display(str(error))})"
-        )

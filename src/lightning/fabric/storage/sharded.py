@@ -1,105 +1,256 @@
-"""torch.distributed.checkpoint's fsspec writer and reader, on our transport."""
+"""torch.distributed.checkpoint's writer and reader of shards, on our transport."""
 
 import dataclasses
 import logging
-import os
-import pickle
-import secrets
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO
+from typing import Any
 
-from torch.distributed.checkpoint import SavePlan, filesystem
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint import (
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    SavePlan,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
+from torch.distributed.checkpoint import filesystem as stock
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from typing_extensions import override
 
-from lightning.fabric.storage.location import display, join, list_files
-from lightning.fabric.storage.namespace import make_folder, remove_names
-from lightning.fabric.storage.transport import open_reader, open_writer
+from lightning.fabric.storage import commit
+from lightning.fabric.storage.checksums import Record
+from lightning.fabric.storage.location import Location, beside, display, is_file, join, shares_names
+from lightning.fabric.storage.namespace import remove_file
+from lightning.fabric.storage.ranks import Peers, portable
+from lightning.fabric.storage.reads import read_plan
+from lightning.fabric.storage.records import RecordWriter
+from lightning.fabric.storage.replacement import remove_leftovers, replace_by_folder
+from lightning.fabric.storage.transport import open_writer
+from lightning.fabric.storage.transport.sink import Sink
 
 log = logging.getLogger(__name__)
 
-_METADATA = ".metadata"
-_SHARD_SUFFIX = ".distcp"
+#: What an archive has beside its tensor, at most, unless the tensor has very many dimensions.
+_ARCHIVE_EXTRA = 1024
 
 
-class _Transport(FileSystem):
-    """What DCP opens its files with: a write is complete or did not happen, a read sees what is there now."""
+@dataclasses.dataclass
+class _Assignment:
+    """What the coordinator tells each rank with its plan."""
 
-    @override
-    @contextmanager
-    def create_stream(  # type: ignore[override]  # torch calls it an IOBase, and needs no more of it than this
-        self, path: str | os.PathLike[str], mode: str
-    ) -> Iterator[IO[bytes]]:
-        opened = open_reader(os.fspath(path)) if mode == "rb" else open_writer(os.fspath(path), streaming=True)
-        with opened as stream:
-            yield stream
-
-    @override
-    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        return str(join(os.fspath(path), suffix))
+    save: str
+    rank: int
+    #: What is added to the name of the checkpoint's folder until the folder can take the place of a file.
+    suffix: str
 
 
-class ShardWriter(FsspecWriter):
-    """Writes one shard a rank, straight to the store.
+class ShardWriter(StorageWriter):
+    """Writes one shard a rank, straight from the tensors' memory to the store.
 
-    The shards of every save have names of their own, so that overwriting a checkpoint in place leaves the old shards
-    alone until ``.metadata``, written last and in one piece, makes the new ones the checkpoint. Then the coordinator
-    removes the old ones, those of a larger world or a save that died included.
+    The files of every save have names of their own, so that overwriting a checkpoint in place leaves the old ones alone
+    until ``.metadata`` makes the new ones the checkpoint. Then the coordinator removes the old ones.
 
     Args:
-        url: The checkpoint's folder.
+        location: The checkpoint's folder.
+        meta: What belongs to the checkpoint beside model and optimizer; that of the coordinator is saved. None if
+            there is nothing.
     """
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url, sync_files=False)  # there is no local file to sync, and DCP would sync the whole machine
-        self.fs = _Transport()  # type: ignore[assignment]  # torch declares its local one
-        self.path = self.fs.init_path(url)
+    def __init__(self, location: Location, meta: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self._location = location
+        self._meta = meta
+        self._coordinates = False
+        self._assignment: _Assignment
+        #: Files that are complete.
+        self._written: list[Location] = []
+        self._peers: Peers | None = None
+        #: Why this rank failed: what torch raises in the end has been pickled.
+        self.error: BaseException | None = None
+
+    @override
+    def reset(self, checkpoint_id: Any = None) -> None:
+        assert checkpoint_id is None, "a writer belongs to one checkpoint"
+
+    @classmethod
+    @override
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    @override
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._coordinates = is_coordinator
 
     @override
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        make_folder(str(self.path))
         return plan
 
     @override
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        plans = super().prepare_global_plan(plans)
-        save = secrets.token_hex(6)  # drawn by the coordinator, and sent to the ranks with their plans
+        save = commit.new_save()
+        try:
+            in_the_way = not shares_names(self._location) and is_file(self._location)
+        except BaseException as error:
+            self.error = error
+            raise portable(error) from error
+        suffix = f".{save}.new" if in_the_way else ""
+        self._assignment = _Assignment(save, 0, suffix)
         return [
-            dataclasses.replace(
-                plan, storage_data=dataclasses.replace(plan.storage_data, prefix=f"__{save}{plan.storage_data.prefix}")
-            )
-            for plan in plans
+            dataclasses.replace(plan, storage_data=_Assignment(save, rank, suffix)) for rank, plan in enumerate(plans)
         ]
 
     @override
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
-        metadata.storage_meta = self.storage_meta()
-        if hasattr(filesystem, "CURRENT_DCP_VERSION"):
-            metadata.version = filesystem.CURRENT_DCP_VERSION
-        url = str(self.path)
-        with open_writer(join(url, _METADATA)) as file:
-            pickle.dump(metadata, file)
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+        assignment: _Assignment = plan.storage_data
+        folder = self._folder(assignment)
+        self._peers = Peers(assignment.save)
+        results: list[WriteResult] = []
         try:
-            current = {info.relative_path for info in metadata.storage_data.values()}
-            old = [name for name in list_files(url) if name.endswith(_SHARD_SUFFIX) and name not in current]
-            remove_names(url, old)
-        except Exception as error:  # the save itself is complete
+            if plan.items:
+                name = f"__{assignment.save}_{assignment.rank}_0{commit.SHARD_SUFFIX}"
+                with self._open(join(folder, name)) as file:
+                    results += _write_items(plan, planner, file, name)
+            if self._coordinates and self._meta is not None:
+                name = commit.meta_name(assignment.save)
+                with self._open(join(folder, name)) as file:
+                    record = RecordWriter(file).write_object(self._meta)
+                results.append(WriteResult(_NO_ITEM, record.length, (name, record)))
+        except BaseException as error:
+            self.error = error
+            self._peers.tell_of_failure()
+            raise portable(error) from error
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        try:
+            self._commit(metadata, [result for of_rank in results for result in of_rank])
+        except BaseException as error:
+            self.error = error
+            raise portable(error) from error
+
+    def _commit(self, metadata: Metadata, results: list[WriteResult]) -> None:
+        save, folder = self._assignment.save, self._folder(self._assignment)
+        records: dict[str, list[Record]] = {}
+        metadata.storage_data = {}
+        for result in results:
+            name, record = result.storage_data
+            records.setdefault(name, []).append(record)
+            if name != commit.meta_name(save):
+                metadata.storage_data[result.index] = stock._StorageInfo(name, record.offset, record.length)
+        if hasattr(stock, "CURRENT_DCP_VERSION"):
+            metadata.version = stock.CURRENT_DCP_VERSION
+        commit.describe(metadata, save, commit.meta_name(save) if self._meta is not None else None, records)
+        commit.write_metadata(folder, metadata)
+        if folder is not self._location:
+            replace_by_folder(folder, self._location)
+        if self._meta is not None:  # last, for the checkpoint is in its place without it
+            commit.write_stock_meta(self._location, self._meta)
+        commit.clean_up(self._location, metadata)
+        remove_leftovers(self._location)
+
+    @contextmanager
+    def undone_on_failure(self) -> Iterator[None]:
+        """For a body that saves: if it fails before the checkpoint was to be committed, what this rank wrote goes."""
+        try:
+            yield
+        except BaseException:
+            self._discard()
+            raise
+
+    def _discard(self) -> None:
+        try:
+            if self._peers is not None and self._peers.has_one_failed():
+                for place in self._written:
+                    remove_file(place)
+        except Exception as error:
             reason = f"{type(error).__name__}: {display(str(error))}"
-            log.warning(f"Could not remove the shards of earlier saves from {display(url)} ({reason})")
+            log.warning(f"Could not remove what a save that failed has left in {display(self._location)} ({reason})")
+
+    @contextmanager
+    def _open(self, location: Location) -> Iterator[Sink]:
+        assert self._peers is not None
+        with open_writer(location, lean=True) as file:
+            file.idle = self._peers.look
+            file.disposable = True  # only the metadata of a complete checkpoint names it
+            yield file
+        self._written.append(location)
+
+    def _folder(self, assignment: _Assignment) -> Location:
+        return beside(self._location, assignment.suffix) if assignment.suffix else self._location
 
 
-class ShardReader(FsspecReader):
+def _write_items(plan: SavePlan, planner: SavePlanner, file: Sink, name: str) -> list[WriteResult]:
+    file.expect(sum(_size(item) for item in plan.items))
+    writer = RecordWriter(file)
+    records = ((item.index, writer.write(planner.resolve_data(item))) for item in plan.items)
+    return [WriteResult(index, record.length, (name, record)) for index, record in records]
+
+
+_NO_ITEM: Any = None
+
+
+def _size(item: WriteItem) -> int:
+    """About how many bytes the item's record has."""
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize + _ARCHIVE_EXTRA
+
+
+class ShardReader(StorageReader):
     """Reads shards that stock PyTorch, stock Lightning or :class:`ShardWriter` wrote.
 
     Args:
-        url: The checkpoint's folder.
+        location: The checkpoint's folder.
+        metadata: From :func:`~lightning.fabric.storage.commit.read_metadata`.
     """
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.fs = _Transport()  # type: ignore[assignment]  # torch declares its local one
-        self.path = self.fs.init_path(url)
+    def __init__(self, location: Location, metadata: Metadata) -> None:
+        super().__init__()
+        self._location = location
+        self._metadata = metadata
+        #: Why this rank failed, as in :class:`ShardWriter`.
+        self.error: BaseException | None = None
+
+    @override
+    def reset(self, checkpoint_id: Any = None) -> None:
+        assert checkpoint_id is None, "a reader belongs to one checkpoint"
+
+    @classmethod
+    @override
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    @override
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @override
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    @override
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        try:
+            read_plan(self._location, self._metadata, plan, planner)
+        except BaseException as error:
+            self.error = error
+            raise portable(error) from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done

@@ -1,0 +1,265 @@
+"""What makes a sharded checkpoint complete: its ``.metadata``, which is written last and in one piece.
+
+It is torch's ``Metadata``, pickled, with one more attribute of built-in types, which torch itself passes over::
+
+    lightning = {
+        "format": 1,
+        "save": "0123456789ab",                            # drawn for each save; its files are called after it
+        "meta": "__0123456789ab_meta.distcp",              # what meta.pt holds; or None
+        "files": {name: {"size": bytes, "records": [tuple(Record), ...]}, ...},
+    }
+
+Behind the pickle comes its own checksum. What of a checkpoint is read is named there, so that an overwrite in place is
+seen as a whole: weights, optimizer and loop state are of one save. ``meta.pt`` is for stock Lightning only.
+
+Folders that stock Lightning or torch saved have none of that. They are complete if they have ``.metadata``, the files
+that it names, and ``meta.pt``.
+"""
+
+import logging
+import pickle
+import re
+import secrets
+import zlib
+from typing import Any
+
+import numpy as np
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lightning.fabric.storage.checksums import Record
+from lightning.fabric.storage.location import (
+    Location,
+    display,
+    join,
+    kind,
+    shares_names,
+    sizes_of_files,
+)
+from lightning.fabric.storage.namespace import remove_file, remove_names
+from lightning.fabric.storage.save import save_file
+from lightning.fabric.storage.transport import open_source, open_writer
+
+log = logging.getLogger(__name__)
+
+METADATA = ".metadata"
+#: Beside the shards, for stock Lightning.
+STOCK_META = "meta.pt"
+SHARD_SUFFIX = ".distcp"
+_FORMAT = 1
+_TRAILER = re.compile(rb"\nlightning-crc32:([0-9a-f]{8})\Z")
+
+
+def new_save() -> str:
+    """Draws what the files of one save are called after."""
+    return secrets.token_hex(6)
+
+
+def meta_name(save: str) -> str:
+    """The file of a save that holds what is neither model nor optimizer."""
+    return f"__{save}_meta{SHARD_SUFFIX}"
+
+
+def describe(metadata: Metadata, save: str, meta: str | None, records: dict[str, list[Record]]) -> None:
+    """Adds to torch's metadata what this module's documentation says.
+
+    Args:
+        metadata: Of a checkpoint that is about to be committed.
+        save: From :func:`new_save`.
+        meta: From :func:`meta_name`, if there is such a file.
+        records: Of each file, in the order in which they were written.
+    """
+    files = {name: {"size": of[-1].end if of else 0, "records": [tuple(r) for r in of]} for name, of in records.items()}
+    metadata.lightning = {  # type: ignore[attr-defined]
+        "format": _FORMAT,
+        "save": save,
+        "meta": meta,
+        "files": files,
+    }
+
+
+def write_metadata(location: Location, metadata: Metadata) -> None:
+    """Makes what the metadata names the checkpoint at ``location``, at once."""
+    pickled = pickle.dumps(metadata)
+    with open_writer(join(location, METADATA)) as file:
+        file.write(pickled)
+        file.write(b"\nlightning-crc32:%08x" % zlib.crc32(pickled))
+
+
+def read_metadata(location: Location) -> Metadata:
+    """Reads ``.metadata``, and looks whether the files that it names are there.
+
+    Raises:
+        FileNotFoundError: There is no complete checkpoint. The message says what is missing.
+        OSError: The store did not answer, or ``.metadata`` is damaged.
+    """
+    content = None
+    while True:
+        before = content
+        try:
+            content = _read(join(location, METADATA))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FileNotFoundError(_why_there_is_none(location)) from error
+        metadata = _parsed(content, location)
+        try:
+            _check_files(location, metadata)
+        except FileNotFoundError:
+            if content == before:
+                raise
+            # perhaps a save has replaced the checkpoint between the two questions
+        else:
+            return metadata
+
+
+def _check_files(location: Location, metadata: Metadata) -> None:
+    try:
+        sizes = sizes_of_files(location)
+    except PermissionError as error:  # there are roles that may read, but not list
+        log.warning(f"Cannot look whether {display(location)} is complete, which would show when it is read ({error})")
+        return
+    ours = getattr(metadata, "lightning", None)
+    if ours is not None:
+        wanted = {name: int(file["size"]) for name, file in ours["files"].items()}
+    else:
+        wanted = dict.fromkeys((info.relative_path for info in metadata.storage_data.values()), 0)
+        wanted[STOCK_META] = 0
+    missing = sorted(name for name in wanted if name not in sizes)
+    short = sorted(
+        f"{name} ({sizes[name]} of {size} bytes)"
+        for name, size in wanted.items()
+        if ours is not None and sizes.get(name, size) not in (size, None)
+    )
+    if missing or short:
+        lack = [f"{' and '.join(missing[:3])} {'is' if len(missing) == 1 else 'are'} missing"] if missing else []
+        lack += [f"of another size than saved: {', '.join(short[:3])}"] if short else []
+        more = " (and more)" if max(len(missing), len(short)) > 3 else ""
+        raise FileNotFoundError(
+            f"The sharded checkpoint {display(location)} is incomplete: {'; '.join(lack)}{more}. Load another one: its"
+            " files were removed, or lost in a copy."
+        )
+
+
+def _why_there_is_none(location: Location) -> str:
+    if not is_begun(location):
+        return f"There is no sharded checkpoint at {display(location)}: {METADATA} is missing"
+    return (
+        f"The sharded checkpoint {display(location)} is incomplete: {METADATA} is missing, which a save writes last."
+        " The save was interrupted, or goes on: load another checkpoint. What is left here goes with the next save to"
+        " that path."
+    )
+
+
+def _parsed(content: bytes, location: Location) -> Metadata:
+    trailer = _TRAILER.search(content, max(0, len(content) - 64))
+    pickled = content[: trailer.start()] if trailer else content
+    if trailer and int(trailer[1], 16) != zlib.crc32(pickled):
+        raise OSError(
+            f"{display(join(location, METADATA))} is damaged: its checksum is wrong. Load another checkpoint."
+        )
+    try:
+        metadata = pickle.loads(pickled)
+    except Exception as error:
+        raise OSError(f"{display(join(location, METADATA))} is damaged, or no metadata: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise OSError(f"{display(join(location, METADATA))} holds no metadata of torch.distributed.checkpoint")
+    ours = getattr(metadata, "lightning", None)
+    if ours is not None and ours["format"] != _FORMAT:
+        raise OSError(
+            f"{display(location)} was saved in format {ours['format']}, and this release reads format {_FORMAT}: load"
+            " it with a newer one"
+        )
+    return metadata
+
+
+def is_begun(location: Location) -> bool:
+    """Whether there is a part of a sharded checkpoint, be it complete or not."""
+    return any(name in (METADATA, STOCK_META) or name.endswith(SHARD_SUFFIX) for name in sizes_of_files(location))
+
+
+def is_complete(location: Location) -> bool:
+    """Whether there is a checkpoint at ``location`` of which nothing is missing: a file, or a folder of shards.
+
+    The files of a folder are looked at, but not read.
+
+    Raises:
+        OSError: The store did not answer.
+    """
+    if kind(location) == "file":
+        return True
+    try:
+        read_metadata(location)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def read_meta(location: Location, metadata: Metadata) -> bytes | None:
+    """What a checkpoint has beside model and optimizer, as ``torch.save`` wrote it, or None.
+
+    Raises:
+        OSError: It could not be read, or is damaged.
+    """
+    ours = getattr(metadata, "lightning", None)
+    if ours is None:
+        return _read(join(location, STOCK_META))
+    if ours["meta"] is None:
+        return None
+    try:
+        content = _read(join(location, ours["meta"]))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{display(join(location, ours['meta']))} is missing: the checkpoint is incomplete, or was replaced while"
+            " it was loaded. Load it again, or load another one"
+        ) from error
+    for record in ours["files"][ours["meta"]]["records"]:
+        for start, end, before, crc in Record(*record).blocks():
+            if zlib.crc32(memoryview(content)[start:end], before) != crc:
+                raise OSError(
+                    f"{display(join(location, ours['meta']))} is damaged between bytes {start} and {end}: its checksum"
+                    " is wrong. Load another checkpoint."
+                )
+    return content
+
+
+def _read(location: Location) -> bytes:
+    source = open_source(location)
+    try:
+        content = np.empty(source.size, np.uint8)
+        if source.size:
+            source.read_into(0, content.data)
+        return content.tobytes()
+    finally:
+        source.close()
+
+
+def write_stock_meta(location: Location, meta: Any) -> None:
+    """Writes ``meta.pt``.
+
+    Raises:
+        OSError: It could not be written. The checkpoint is complete all the same for this library's readers.
+    """
+    try:
+        save_file(meta, join(location, STOCK_META))
+    except OSError as error:
+        raise OSError(
+            f"The checkpoint {display(location)} is saved, and loads here, but not with stock Lightning, for which"
+            f" {STOCK_META} could not be written: {error}"
+        ) from error
+
+
+def clean_up(location: Location, metadata: Metadata) -> None:
+    """Removes what earlier saves have left: the shards of the one replaced, and of those that did not end.
+
+    The save is complete, so that a failure here is no failure of it.
+    """
+    try:
+        ours = metadata.lightning  # type: ignore[attr-defined]
+        found = sizes_of_files(location)
+        old = [name for name in found if name.endswith(SHARD_SUFFIX) and name not in ours["files"]]
+        if ours["meta"] is None and STOCK_META in found:
+            old.append(STOCK_META)
+        remove_names(location, old)
+        if shares_names(location):  # a full file that the folder replaces; elsewhere it had to go before
+            remove_file(location)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {display(str(error))}"
+        log.warning(f"Could not remove what earlier saves have left of {display(location)} ({reason})")

@@ -1,0 +1,180 @@
+"""What the ranks of a job tell each other of a failure, so that none waits for one that has given up."""
+
+import logging
+import pickle
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lightning.fabric.storage.location import Location, display, display_about
+from lightning.fabric.storage.transport.sink import GivenUp
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
+
+log = logging.getLogger(__name__)
+
+#: How often, in seconds, a rank looks whether another one has failed.
+_LOOK_S = 0.5
+
+
+def is_rank_zero() -> bool:
+    """Whether this is the first rank, or the only one."""
+    return not _distributed_is_initialized() or torch.distributed.get_rank() == 0
+
+
+@contextmanager
+def outcome_of_rank_zero() -> Iterator[None]:
+    """Raises on every rank if the body failed on rank zero; else the others would wait for it in the next barrier."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    if _distributed_is_initialized():
+        told = [_told(0, failed)]
+        torch.distributed.broadcast_object_list(told, src=0)
+        if failed is None and told[0] is not None:
+            raise told[0]
+    if failed is not None:
+        raise failed
+
+
+@contextmanager
+def outcome_of_ranks() -> Iterator[None]:
+    """Raises on every rank if the body, in which nothing is collective, failed on one; a collective call.
+
+    Else the others would wait for that one in the next collective call.
+
+    Raises:
+        OSError: The body failed on another rank; of the same type where it is a built-in one.
+    """
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    told: list[OSError | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(told, _told(torch.distributed.get_rank(), failed))
+    if failed is not None:
+        raise failed
+    for other in told:
+        if other is not None:
+            raise other
+
+
+def _told(rank: int, failed: Exception | None) -> OSError | None:
+    """What other ranks are told of a failure: a built-in type, for any other may not be picklable."""
+    if failed is None:
+        return None
+    kind = type(failed) if isinstance(failed, OSError) and type(failed).__module__ == "builtins" else OSError
+    return kind(f"rank {rank}: {type(failed).__name__}: {display(str(failed))}")
+
+
+@contextmanager
+def failures_of_ranks(verb: str, location: Location, worker: Any) -> Iterator[None]:
+    """Turns what torch.distributed.checkpoint raises, a BaseException, into what user code expects.
+
+    Args:
+        verb: What is being done.
+        location: Where.
+        worker: The reader or writer of this rank, which remembers its own error.
+    """
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except (CheckpointException, Exception) as error:
+        own = worker.error or _own_interruption(error)
+        if own is not None and not isinstance(own, Exception):
+            raise own from None
+        if isinstance(error, CheckpointException):
+            failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
+            raise _failure(verb, location, failures) from error
+        if own is not None and not isinstance(own, PeerFailed):
+            raise own from None
+        raise RuntimeError(
+            f"Could not {verb} the sharded checkpoint {display(location)}: another rank is gone, or cannot be reached"
+            f" ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _own_interruption(error: BaseException) -> BaseException | None:
+    """What interrupted this rank in torch's own part of the work."""
+    rank = torch.distributed.get_rank() if _distributed_is_initialized() else 0
+    own = getattr(error, "failures", {}).get(rank, (None,))[0]
+    return None if isinstance(own, Exception) else own
+
+
+def _failure(verb: str, location: Location, failures: dict[int, BaseException]) -> Exception:
+    reasons = {rank: reason for rank, reason in failures.items() if not isinstance(reason, PeerFailed)} or failures
+    ranks: dict[str, list[str]] = {}
+    for rank, reason in reasons.items():
+        ranks.setdefault(f"{type(reason).__name__}: {display_about(str(reason), location)}", []).append(str(rank))
+    text = "; ".join(f"rank {' and '.join(those)}: {reason}" for reason, those in ranks.items())
+    kinds = {_kind(reason) for reason in reasons.values()}
+    other = OSError if any(issubclass(kind, OSError) for kind in kinds) else RuntimeError
+    kind = kinds.pop() if len(kinds) == 1 else other
+    return kind(f"Could not {verb} the sharded checkpoint {display(location)}: {text}")
+
+
+def _kind(error: BaseException) -> type[Exception]:
+    """The type of an error, if it is a built-in one of the operating system; any other may take other arguments."""
+    if isinstance(error, OSError):
+        return type(error) if type(error).__module__ == "builtins" else OSError
+    return RuntimeError
+
+
+class Peers:
+    """Lets the ranks of a save know when one has failed, before they meet, which may be minutes later."""
+
+    def __init__(self, save: str) -> None:
+        self._key = f"lightning/save/{save}/failed"
+        self._looked = time.monotonic()
+        self._has_failed = False
+        distributed = _distributed_is_initialized()
+        self._store = torch.distributed.distributed_c10d._get_default_store() if distributed else None
+
+    def tell_of_failure(self) -> None:
+        """To be called by the rank that has failed."""
+        self._has_failed = True
+        if self._store is not None:
+            self._store.set(self._key, "")
+
+    def has_one_failed(self) -> bool:
+        """Whether a rank has told of a failure."""
+        if not self._has_failed and self._store is not None:
+            try:
+                self._has_failed = self._store.check([self._key])
+            except RuntimeError as error:  # the rank that keeps the store has died
+                raise PeerFailed(f"the rank that keeps the store of the process group is gone ({error})") from error
+        return self._has_failed
+
+    def look(self) -> None:
+        """Raises :class:`PeerFailed` if another rank has told of a failure."""
+        if time.monotonic() >= self._looked + _LOOK_S:
+            self._looked = time.monotonic()
+            if self.has_one_failed():
+                raise PeerFailed("another rank has failed")
+
+
+class PeerFailed(GivenUp):
+    """Another rank has failed, which is the one that says why."""
+
+
+def portable(error: BaseException) -> BaseException:
+    """What says the same and can be sent to another rank, which would wait for ever for an error that cannot.
+
+    Of a built-in type, what it holds may be of any: the key of a ``KeyError``, or the errors in a group.
+    """
+    if isinstance(error, PeerFailed):
+        return error
+    if type(error).__module__ == "builtins":
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception as reason:
+            log.debug(f"An error cannot be sent to other ranks as it is ({type(reason).__name__}: {reason})")
+        else:
+            return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
