@@ -49,10 +49,9 @@ class Bucket:
     def url(self) -> str:
         return f"s3://{self.name}"
 
-    def names(self) -> list[str]:
-        return sorted(
-            entry["Key"] for entry in self.server.client.list_objects_v2(Bucket=self.name).get("Contents", [])
-        )
+    def names(self, prefix: str = "") -> list[str]:
+        listed = self.server.client.list_objects_v2(Bucket=self.name, Prefix=prefix)
+        return sorted(entry["Key"] for entry in listed.get("Contents", []))
 
     def empty(self) -> None:
         for name in self.names():

@@ -1,0 +1,136 @@
+"""Ranks that are killed while they save. They leave the complete old checkpoint or the complete new one."""
+
+import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.strategies.forks import Job, Outcome
+from tests.strategies.places import S3, Local, Point, without_draws
+
+OLD, NEW, NEXT = 1.0, 2.0, 3.0
+#: Acts that decide, before and after which a rank is always killed.
+DECISIVE = re.compile(r"\.metadata|meta\.pt|rename|exchange|remove|rmdir|DELETE")
+JOBS_AT_A_TIME = 3
+
+
+#: What was there before, what is saved with which strategy, and at how many points at least each rank is killed.
+CASES = {
+    "first": (None, "sharded", "model_parallel", 20),
+    "overwrite": ("sharded", "sharded", "fsdp", 20),
+    "full_to_sharded": ("full", "sharded", "model_parallel", 10),
+    "sharded_to_full": ("sharded", "full", "fsdp", 10),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind_of_place", ["local", "s3"])
+def test_a_killed_rank_leaves_the_old_checkpoint_or_the_new_one(
+    kind_of_place: str, case: str, request: pytest.FixtureRequest
+) -> None:
+    place: Local = request.getfixturevalue(kind_of_place)
+    before, kind, strategy, least = CASES[case]
+    job = {"task": "save", "kind": kind, "strategy": strategy, "value": NEW}
+    base = place.keep(before and saved(place, before))
+    path = place.new(base)
+    outcomes, acts = place.acts({**job, "path": path})
+    assert [outcome["error"] for outcome in outcomes] == [None, None]
+    if isinstance(place, S3):
+        assert all(outcome["native"] for outcome, done in zip(outcomes, acts, strict=True) if done)
+
+    points = [point for victim in (0, 1) for point in chosen(place.points(victim, acts), least)]
+    with ThreadPoolExecutor(JOBS_AT_A_TIME) as threads:
+        killed = list(threads.map(lambda point: try_point(place, base, job, point), points))
+        shares = [killed[number::JOBS_AT_A_TIME] for number in range(JOBS_AT_A_TIME)]
+        shares[0].append(Killed(None, place.new({}), [], []))
+        checked = list(threads.map(lambda share: check(place, share, kind), shares))
+    (clean,) = (one for one in checked[0] if one.killed.point is None)
+    assert (clean.found, clean.saved) == ("nothing", [NEXT])
+
+    allowed = {OLD, NEW} if before else {"nothing", NEW}
+    tried = [one for share in checked for one in share if one is not clean]
+    assert [told for one in tried for told in one.problems(allowed, clean)] == []
+    assert {one.found for one in tried} == allowed  # so that the points are around the one that decides
+    assert min(sum(point.victim == victim for point in points) for victim in (0, 1)) >= least
+
+
+def saved(place: Local, kind: str) -> str:
+    """Where there is a checkpoint of the old state."""
+    path = place.new({})
+    job = {"task": "save", "path": path, "kind": kind, "strategy": "model_parallel", "value": OLD}
+    assert [outcome["error"] for outcome in place.run(job, 2)] == [None, None]
+    return path
+
+
+@dataclass
+class Killed:
+    """What a save left in which a rank was killed."""
+
+    point: Point | None
+    path: str
+    outcomes: list[Outcome]
+    left: list[str]
+
+
+def try_point(place: Local, base: Any, job: Job, point: Point) -> Killed:
+    path = place.new(base)
+    outcomes = place.kill({**job, "path": path}, point)
+    return Killed(point, path, outcomes, place.names(path))
+
+
+@dataclass
+class Checked:
+    """What another process found there, and what it saved."""
+
+    killed: Killed
+    found: Any
+    error: str | None
+    saved: Any
+    names: list[str]
+
+    def problems(self, allowed: set[Any], clean: "Checked") -> list[str]:
+        point = self.killed.point
+        wrong = []
+        if self.killed.outcomes[point.victim]["signal"] != signal.SIGKILL:
+            wrong.append("the rank was not killed")
+        other = self.killed.outcomes[1 - point.victim]["error"]
+        if other is not None and "last.ckpt" not in other:
+            wrong.append(f"the other rank does not tell what it is about: {other}")
+        if self.found not in allowed:
+            wrong.append(f"found {self.found} ({self.error}), and there was {self.killed.left}")
+        if self.saved != [NEXT]:
+            wrong.append(f"the next save: {self.saved}")
+        if stale := sorted({*map(without_draws, self.names)} - {*map(without_draws, clean.names)}):
+            wrong.append(f"after the next save there is still {stale}")
+        return [f"{point}: {told}" for told in wrong]
+
+
+def check(place: Local, killed: list[Killed], kind: str) -> list[Checked]:
+    """Loads in a fresh process of another world size, and saves anew."""
+    job = {"task": "check", "kind": kind, "strategy": "model_parallel", "value": NEXT}
+    (outcome,) = place.run({**job, "paths": [one.path for one in killed]}, 1)
+    return [
+        Checked(one, found(told), told["error"], told["saved"], place.names(one.path))
+        for one, told in zip(killed, outcome["places"], strict=True)
+    ]
+
+
+def found(told: dict[str, Any]) -> Any:
+    if told["error"] is not None:
+        is_refused = re.match("(FileNotFoundError|ValueError): .*last.ckpt", told["error"])
+        return "nothing" if is_refused else "an error"
+    return told["found"][0] if len(told["found"]) == 1 else f"a mix of {told['found']}"
+
+
+def chosen(points: list[Point], least: int) -> list[Point]:
+    """All that decide, and others spread over all there are, so that there are ``least`` of them."""
+    kept = {point for point in points if DECISIVE.search(point.act)}
+    for tell_little in (False, True):
+        others = [point for point in points if point not in kept and (point.act == "write") == tell_little]
+        count = min(len(others), max(least - len(kept), 0))
+        kept |= {others[number * len(others) // count] for number in range(count)}
+    return [point for point in points if point in kept]
