@@ -1,0 +1,118 @@
+"""Which checkpoints a run may go on from, where it is Lightning that chooses: none that is incomplete."""
+
+import os
+import re
+import zipfile
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+
+from fsspec import AbstractFileSystem
+
+from lightning.fabric.storage.commit import read_metadata
+from lightning.fabric.storage.location import (
+    Location,
+    display,
+    is_file,
+    join,
+    kind,
+    list_names,
+    locate,
+)
+from lightning.fabric.storage.replacement import SHARD_FOLDER_PART
+from lightning.fabric.storage.transport import open_reader
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.types import _PATH
+
+#: What only Lightning puts into a folder of shards.
+_LIGHTNINGS = re.compile(r"meta\.pt|__[0-9a-f]{12}_.+\.distcp")
+#: What an archive of ``torch.save`` starts with.
+_ARCHIVE = b"PK\x03\x04"
+_HPC_NAME = "hpc_ckpt_"
+
+
+def why_incomplete(path: _PATH) -> str | None:
+    """Says what is missing of the checkpoint at ``path``, or None if it is complete.
+
+    A folder that is no sharded checkpoint of FSDP or ModelParallel, but what another strategy or plugin saves, is not
+    looked into: it counts as complete. Of a file it is only seen whether it was cut off.
+
+    Raises:
+        OSError: The store did not answer the question.
+    """
+    location = locate(path)
+    try:
+        read_metadata(location)  # of a file and a folder of one name, the folder counts if it is complete
+    except FileNotFoundError as error:
+        found = kind(location)
+        if found == "nothing":
+            return f"there is no {display(location)}"
+        if found == "file":
+            return _why_truncated(location)
+        return None if _is_of_another_kind(list_names(location)) else str(error)
+    return None
+
+
+def _is_of_another_kind(names: list[str]) -> bool:
+    return not all(map(SHARD_FOLDER_PART.fullmatch, names)) and not any(map(_LIGHTNINGS.fullmatch, names))
+
+
+def _why_truncated(location: Location) -> str | None:
+    with open_reader(location) as file:
+        start = file.read(len(_ARCHIVE))
+        if not start:
+            return f"{display(location)} is empty"
+        if start == _ARCHIVE and not zipfile.is_zipfile(file):
+            return f"{display(location)} is cut off: it has no directory of records at its end"
+    return None
+
+
+def times_of_complete(candidates: Mapping[str, AbstractFileSystem]) -> dict[str, datetime]:
+    """When each of the candidates that are complete was saved. A warning says why another is not.
+
+    Of a folder, the time of its own entry tells less: a save into it that has failed changes that as well.
+
+    Args:
+        candidates: Paths, and the file systems that they are on.
+
+    Raises:
+        OSError: A store did not answer.
+    """
+    times = {}
+    for path, fs in candidates.items():
+        location = locate(path)
+        if kind(location) == "nothing" or not _is_complete(path):
+            continue
+        commit = join(location, ".metadata")
+        times[path] = fs.modified(os.fspath(commit if is_file(commit) else location))
+    return times
+
+
+def newest_complete_version(folder: _PATH) -> int | None:
+    """The largest N of the ``hpc_ckpt_N.ckpt`` in a folder that are complete. A warning says why a larger one is not.
+
+    Raises:
+        OSError: The store did not answer.
+    """
+    location = locate(folder)
+    for version in sorted(_versions(list_names(location), _HPC_NAME), reverse=True):
+        if _is_complete(join(location, f"{_HPC_NAME}{version}.ckpt")):
+            return version
+    return None
+
+
+def largest_version(names: Iterable[str], start: str) -> int | None:
+    """The largest N of the names that end with ``<start>N.ckpt``; other names do not count."""
+    return max(_versions(names, start), default=None)
+
+
+def _versions(names: Iterable[str], start: str) -> set[int]:
+    # without zeros in front, for the name is made from the number again
+    found = (re.search(rf"{re.escape(start)}(0|[1-9][0-9]*)\.ckpt$", name) for name in names)
+    return {int(match[1]) for match in found if match is not None}
+
+
+def _is_complete(path: _PATH) -> bool:
+    why = why_incomplete(path)
+    if why is not None:
+        rank_zero_warn(f"Skipping the checkpoint {display(os.fspath(path))!r}, which is not complete: {why}")
+    return why is None
