@@ -63,6 +63,8 @@ def _members(scope: ast.AST, prefix: str) -> Iterator[tuple[str, Function | Clas
             for name in chain.from_iterable(ast.walk(target) for target in targets):
                 if isinstance(name, ast.Name) and _is_public(name.id):
                     yield prefix + name.id, "variable"
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
+            pass  # nobody who imports the module has what is made there
         elif isinstance(node, (ast.stmt, ast.excepthandler)):
             yield from _members(node, prefix)
 

@@ -41,6 +41,8 @@ def assert_same(left: Any, right: Any) -> None:
         assert list(left) == list(right)
         for key in left:
             assert_same(left[key], right[key])
+    elif isinstance(left, (list, tuple)):
+        assert_same(dict(enumerate(left)), dict(enumerate(right)))
     elif isinstance(left, torch.Tensor):
         assert left.dtype == right.dtype
         assert left.shape == right.shape

@@ -1,0 +1,279 @@
+"""Checks a checkpoint without loading it: whether it is complete, and every byte of it against its checksums.
+
+What is read goes through memory of at most 256 MiB, whatever the size of the checkpoint.
+"""
+
+import dataclasses
+import io
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lightning.fabric.storage import commit
+from lightning.fabric.storage.checkpoints import find_checkpoint
+from lightning.fabric.storage.checksums import Record
+from lightning.fabric.storage.location import Location, display, join, kind
+from lightning.fabric.storage.transport import open_source
+from lightning.fabric.storage.transport.reader import RangedFile, Source
+from lightning.fabric.storage.transport.threads import Crew
+from lightning.fabric.storage.zipped import Wrong, Zipped
+
+log = logging.getLogger(__name__)
+
+#: Of each request.
+_REQUEST = 8 * 2**20
+#: How many are on their way, or being checked, at a time.
+_REQUESTS = 16
+_DAMAGED = "are damaged: their checksum is wrong"
+#: Errors that say nothing about the checkpoint.
+_CANNOT_TELL = (PermissionError, ConnectionError, TimeoutError)
+
+
+@dataclasses.dataclass
+class Result:
+    """What was found.
+
+    Attributes:
+        problems: One line of text for each.
+        files: How many were checked.
+        nbytes: Of these.
+        verdict: On the checksums, if there are no problems.
+    """
+
+    problems: list[str] = dataclasses.field(default_factory=list)
+    files: int = 0
+    nbytes: int = 0
+    verdict: str = "all checksums right"
+
+    def __str__(self) -> str:
+        checked = f"{_count(self.files, 'file')}, {self.nbytes} bytes"
+        if self.problems:
+            return f"{_count(len(self.problems), 'problem')}, {checked}: load another checkpoint"
+        return f"complete, {checked}, {self.verdict}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def verify(location: Location) -> Result:
+    """Checks a checkpoint: a folder of shards, or a file.
+
+    Args:
+        location: Of the folder or the file.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint, not even a part of one.
+        OSError: The store did not answer, or refused. Its client may raise errors of its own.
+    """
+    log.info(f"Verifying {display(location)}")
+    if _is_nothing(location):
+        raise FileNotFoundError(f"There is nothing at {display(location)}")
+    try:
+        found = find_checkpoint(location)
+    except _CANNOT_TELL:
+        raise
+    except OSError as error:  # it is incomplete, or .metadata is damaged
+        return Result([str(error)])
+    result = Result()
+    if found.metadata is not None:
+        _check_folder(location, found.metadata, result)
+    elif found.is_full:
+        _check_file(location, result, lambda source: _check_archive(source, result))
+    else:
+        raise FileNotFoundError(f"There is no checkpoint in the folder {display(location)}")
+    return result
+
+
+def _is_nothing(location: Location) -> bool:
+    try:
+        return kind(location) == "nothing"
+    except PermissionError:  # there are roles that may read, but not list
+        return False
+
+
+def _check_folder(location: Location, metadata: Metadata, result: Result) -> None:
+    _check_file(join(location, commit.METADATA), result, lambda source: [])  # it has been, when it was read
+    infos: dict[str, dict[int, tuple[str, Any]]] = {}  # of each file, with names, by offset
+    for index, info in metadata.storage_data.items():
+        infos.setdefault(info.relative_path, {})[info.offset] = (index.fqn, info)
+    ours = getattr(metadata, "lightning", None)
+    if ours is not None:
+        for name, described in sorted(ours["files"].items()):
+            _check_file(join(location, name), result, partial(_check_blocks, described, infos.get(name, {})))
+        return
+    result.verdict = "saved without checksums; those of the archives in it (CRC-32) are right"
+    for name, of_file in sorted(infos.items()):
+        _check_file(join(location, name), result, partial(_check_records, of_file, result))
+    _check_file(join(location, commit.STOCK_META), result, lambda source: _check_archive(source, result))
+
+
+def _check_file(location: Location, result: Result, check: Callable[[Source], Iterable[Wrong]]) -> None:
+    """Opens a file, and adds to the result what ``check`` finds."""
+    try:
+        source = open_source(location)
+        try:
+            result.files += 1
+            result.nbytes += source.size
+            for start, stop, name, reason in _merged(check(source)):
+                whose = f" of {name!r}" if name else ""
+                result.problems.append(f"{display(location)}: bytes {start} to {stop}{whose} {reason}")
+            source.check()
+        finally:
+            source.close()
+    except _CANNOT_TELL:
+        raise
+    except OSError as error:  # it is missing, was replaced meanwhile, or the disk is damaged
+        result.problems.append(str(error))
+
+
+def _merged(found: Iterable[Wrong]) -> Iterator[Wrong]:
+    last: Wrong | None = None
+    for wrong in sorted(found):
+        if last is not None and (last.stop, *last[2:]) == (wrong.start, *wrong[2:]):
+            last = last._replace(stop=wrong.stop)
+            continue
+        if last is not None:
+            yield last
+        last = wrong
+    if last is not None:
+        yield last
+
+
+def _check_archive(source: Source, result: Result) -> list[Wrong]:
+    zipped = Zipped(RangedFile(_Part(source, 0, source.size)))
+    wrong = zipped.check()
+    if not wrong and not zipped.has_checksums:
+        result.verdict = "saved without checksums"
+    return wrong
+
+
+def _check_blocks(described: dict[str, Any], infos: dict[int, tuple[str, Any]], source: Source) -> list[Wrong]:
+    """Checks a file whose records have checksums."""
+    size = described["size"]
+    if source.size != size:
+        first, last = sorted((source.size, size))
+        return [Wrong(first, last, "", f"are {'missing' if source.size < size else 'too many'}")]
+    wrong: list[Wrong] = []
+    units: list[_Unit] = []
+    position = 0
+    for record in [*(Record(*entry) for entry in described["records"]), Record(size, 0, size, 0, b"")]:
+        if record.offset != position:
+            wrong.append(Wrong(position, record.offset, infos.get(position, ("",))[0], "have no checksum"))
+        name = infos.get(record.offset, ("what is neither model nor optimizer",))[0]
+        for start, stop, before, crc in record.blocks():
+            if crc is None:
+                wrong.append(Wrong(start, stop, name, "have no checksum"))
+            else:
+                units.append(_Unit(start, stop, partial(_wrong_block, start, stop, name, before, crc)))
+        position = record.end
+    return wrong + _read(source, units)
+
+
+def _wrong_block(start: int, stop: int, name: str, before: int, crc: int, data: memoryview) -> list[Wrong]:
+    return [] if zlib.crc32(data, before) == crc else [Wrong(start, stop, name, _DAMAGED)]
+
+
+def _check_records(infos: dict[int, tuple[str, Any]], result: Result, source: Source) -> list[Wrong]:
+    """Checks a file of which no more is known than where its records are."""
+    wrong: list[Wrong] = []
+    units: list[_Unit] = []
+    large = []
+    for start, (name, info) in sorted(infos.items()):
+        stop = start + info.length
+        if stop > source.size:
+            wrong.append(Wrong(max(start, source.size), stop, name, "are missing"))
+        elif getattr(info, "transform_descriptors", None):
+            wrong.append(Wrong(start, stop, name, "cannot be verified: an extension of torch has transformed them"))
+        elif info.length > _REQUEST:
+            large.append((name, start, info.length))
+        else:
+            units.append(_Unit(start, stop, partial(_wrong_record, start, name, result)))
+    wrong += _read(source, units)
+    for name, start, length in large:
+        wrong += _wrong_in(Zipped(RangedFile(_Part(source, start, length))), start, name, result)
+    return wrong
+
+
+def _wrong_record(start: int, name: str, result: Result, data: memoryview) -> list[Wrong]:
+    return _wrong_in(Zipped(io.BytesIO(data)), start, name, result)
+
+
+def _wrong_in(zipped: Zipped, offset: int, name: str, result: Result) -> list[Wrong]:
+    found = zipped.check()
+    if not found and not zipped.has_checksums:
+        result.verdict = "saved without checksums"
+    return [Wrong(offset + wrong.start, offset + wrong.stop, name, wrong.reason) for wrong in found]
+
+
+class _Unit(NamedTuple):
+    """Bytes of a file that are checked at a time."""
+
+    start: int
+    stop: int
+    check: Callable[[memoryview], list[Wrong]]
+
+
+def _read(source: Source, units: list[_Unit]) -> list[Wrong]:
+    wrong: list[Wrong] = []
+    crew = Crew("checkpoint-verify", _REQUESTS if source.parallel else 1, _REQUESTS * _REQUEST)
+    crew.run(_Request(source, batch, wrong) for batch in _batches(units))
+    return wrong
+
+
+def _batches(units: list[_Unit]) -> Iterator[list[_Unit]]:
+    """What to read with one request each: units that follow on each other."""
+    batch: list[_Unit] = []
+    for unit in units:
+        if batch and (unit.start != batch[-1].stop or unit.stop - batch[0].start > _REQUEST):
+            yield batch
+            batch = []
+        batch.append(unit)
+    if batch:
+        yield batch
+
+
+class _Request:
+    """Some bytes of a file, to read and to check."""
+
+    def __init__(self, source: Source, units: list[_Unit], wrong: list[Wrong]) -> None:
+        self._source = source
+        self._units = units
+        self._wrong = wrong
+        self._found: list[Wrong] = []
+        self._start = units[0].start
+        self.cost = units[-1].stop - self._start
+
+    def run(self) -> None:
+        data = np.empty(self.cost, np.uint8).data
+        self._source.read_into(self._start, data)
+        for unit in self._units:
+            self._found += unit.check(data[unit.start - self._start : unit.stop - self._start])
+
+    def finish(self) -> int:
+        self._wrong += self._found
+        return self.cost
+
+
+class _Part:
+    """A part of a source, which is closed by itself."""
+
+    def __init__(self, source: Source, start: int, size: int) -> None:
+        self._source = source
+        self._start = start
+        self.size = size
+        self.parallel = source.parallel
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        self._source.read_into(self._start + start, view)
+
+    def check(self) -> None:
+        self._source.check()
+
+    def close(self) -> None:
+        pass
