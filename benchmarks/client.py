@@ -8,6 +8,8 @@ measurement runs in a fork of that process, so that none meets the memory or the
 import contextlib
 import json
 import os
+import signal
+import socket
 import sys
 import threading
 import time
@@ -17,7 +19,9 @@ from typing import Any
 
 import fsspec.config
 import s3fs  # noqa: F401  # here, rather than in each measurement
+import sharded
 import torch
+from measuring import MIB, Clock, answer, ready
 from memory import Watcher
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,33 +31,9 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-MIB = 1 << 20
 TICK = 0.001
 PARAMETERS = 24
 LEARNING_RATE = 0.1
-ANSWERS = os.dup(1)
-
-
-def answer(what: Any) -> None:
-    os.write(ANSWERS, json.dumps(what).encode() + b"\n")
-
-
-def ready() -> None:
-    """Waits for the start."""
-    answer("ready")
-    os.read(0, 1)
-
-
-class Clock:
-    """Wall time and processor time of a body, of all threads."""
-
-    def __enter__(self) -> "Clock":
-        self._start = time.perf_counter(), time.process_time()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.wall = time.perf_counter() - self._start[0]
-        self.cpu = time.process_time() - self._start[1]
 
 
 def make_state(mib: int, tensor_mib: int) -> dict[str, torch.Tensor]:
@@ -209,7 +189,7 @@ def fit(url: str, epochs: int) -> dict[str, float]:
 
 MEASUREMENTS: dict[str, Callable[..., dict[str, float]]] = {
     function.__name__: function for function in (save, save_local, hold_up, load, save_training, resume, fit)
-}
+} | sharded.MEASUREMENTS
 
 
 def describe() -> dict[str, str]:
@@ -221,20 +201,43 @@ def describe() -> dict[str, str]:
     return versions
 
 
+def measure(request: dict[str, Any], rank: int, port: int) -> None:
+    """Does what was asked for, as one of the ranks if there are several; does not return."""
+    if "s3" in request:
+        fsspec.config.conf["s3"] = request["s3"]
+    if request["ranks"] > 1:
+        os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    result = MEASUREMENTS[request["measure"]](**request["arguments"])
+    if rank == 0:
+        answer(result)
+    os._exit(0)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 def main() -> None:
     """Answers requests until standard input ends."""
     os.dup2(2, 1)  # what Lightning prints is no answer
     answer(describe())
     for line in sys.stdin:
         request = json.loads(line)
-        child = os.fork()
-        if not child:
-            if "s3" in request:
-                fsspec.config.conf["s3"] = request["s3"]
-            answer(MEASUREMENTS[request["measure"]](**request["arguments"]))
-            os._exit(0)
-        if os.waitpid(child, 0)[1]:
-            sys.exit(f"{request['measure']} failed")
+        port = free_port()
+        children = set()
+        for rank in range(request["ranks"]):
+            child = os.fork()
+            if not child:
+                measure(request, rank, port)
+            children.add(child)
+        while children:
+            ended, status = os.wait()
+            children.remove(ended)
+            if status:
+                for child in children:  # else they would wait for the one that has failed
+                    os.kill(child, signal.SIGKILL)
+                sys.exit(f"{request['measure']} failed")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from report import OURS, ROWS, Row, number, size, values
+from report import OURS, PAGE, Row, number, size, values
 
 COLUMNS = 5
 COLOURS = ("#b8b8b8", "#8a8a8a", "#1f6fb4")
@@ -25,6 +25,15 @@ PANELS = {
     ("resume", "step_mib"): "Restored state, extra memory at the first step",
     ("fit", "requests"): "Requests of a fit of {epochs} epochs",
     ("local", "durable_s"): "Save of {size} to a local disk, wall time",
+    ("sharded_save", "cpu_s_per_gib"): "FSDP2, save of {size} a rank to S3, processor time per GiB",
+    ("sharded_save", "memory_mib"): "FSDP2, save of {size} a rank to S3, extra memory of a rank",
+    ("sharded_fsdp1", "memory_mib"): "FSDP1, save of {size} a rank to S3, extra memory of a rank",
+    ("sharded_small", "wall_s"): "{small_tensors} small tensors in order, {latency_ms} ms, wall time",
+    ("sharded_mixed", "wall_s"): "{small_tensors} small tensors in another order, wall time",
+    ("sharded_mixed", "requests"): "{small_tensors} small tensors in another order, requests",
+    ("sharded_load", "wall_s"): "Restore of {size} a rank over a slow link, wall time",
+    ("sharded_local", "save_wall_s"): "Save of {size} a rank to a local disk, wall time",
+    ("sharded_local", "load_wall_s"): "Restore of it from a local disk, wall time",
 }
 
 
@@ -56,7 +65,7 @@ def main(results: Path, picture: Path) -> None:
     """Draws all panels whose figure was measured."""
     measured = json.loads(results.read_text())
     sizes = measured["sizes"]
-    rows = {(row.figure, row.key): row for row in ROWS}
+    rows = {(row.figure, row.key): row for of_kind in PAGE.values() for row in of_kind}
     panels = {rows[place]: title for place, title in PANELS.items() if place[0] in measured["figures"]}
     height = -(-len(panels) // COLUMNS)
     mpl.rcParams["svg.hashsalt"] = "benchmarks"  # the same numbers give the same file

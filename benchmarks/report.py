@@ -1,6 +1,6 @@
-"""Writes what ``run.py`` measured as tables into a Markdown page, between two markers.
+"""Writes what ``run.py`` measured as tables into a Markdown page, between two markers for each kind of checkpoint.
 
-Run it with ``python benchmarks/report.py RESULTS PAGE``.
+Run it with ``python benchmarks/report.py RESULTS PAGE``; the tables of what is not in the results stay as they are.
 """
 
 import json
@@ -10,11 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 OURS = "ours"
 #: What can limit a timing, by where its seconds are.
 PARTS = {"client's processor": "cpu_s", "server's processor": "server_cpu_s", "link": "link_s"}
-LIMITED = {"save": "save, unsigned", "signed": "save, signed", "load": "restore"}
+LIMITED = {
+    "save": "save, unsigned",
+    "signed": "save, signed",
+    "load": "restore",
+    "sharded_save": "save, FSDP2",
+    "sharded_fsdp1": "save, FSDP1",
+    "sharded_small": "small tensors in the order of the file",
+    "sharded_mixed": "small tensors in another order",
+    "sharded_load": "restore",
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class Row:
     compared: bool = True
 
 
-ROWS = (
+FILE_ROWS = (
     Row("save", "cpu_s", "Save of {size} to S3, body unsigned: processor time", "s"),
     Row("save", "wall_s", "... wall time", "s"),
     Row("save", "memory_mib", "... extra memory", "MiB"),
@@ -47,7 +55,7 @@ ROWS = (
     Row("hold_up", "p99_ms", "... 99th percentile", "ms"),
     Row("hold_up", "idle_longest_ms", "... longest while the other is idle (control)", "ms", compared=False),
     Row("hold_up", "idle_p99_ms", "... 99th percentile of the control", "ms", compared=False),
-    Row("load", "wall_s", "Restore of {size}, {latency_ms} ms and {megabytes_per_s} MB/s a connection: wall time", "s"),
+    Row("load", "wall_s", "Restore of {size}, {link}: wall time", "s"),
     Row("load", "cpu_s", "... processor time", "s"),
     Row("load", "memory_mib", "... extra memory", "MiB"),
     Row("resume", "restore_mib", "Training state of {size} restored: extra memory until then", "MiB"),
@@ -58,6 +66,30 @@ ROWS = (
     Row("local", "cpu_s", "... processor time of the call", "s"),
     Row("import", "cpu_s", "`import lightning`: processor time", "s"),
 )  # fmt: skip
+SHARDED_ROWS = (
+    Row("sharded_save", "cpu_s_per_gib", "FSDP2, save of {size} a rank to S3: processor time per GiB", "s"),
+    Row("sharded_save", "wall_s", "... wall time", "s"),
+    Row("sharded_save", "memory_mib", "... extra memory of a rank", "MiB"),
+    Row("sharded_trainer", "memory_mib", "... extra memory of a rank in `Trainer.save_checkpoint`", "MiB"),
+    Row("sharded_fsdp1", "cpu_s_per_gib", "FSDP1, the same save: processor time per GiB", "s"),
+    Row("sharded_fsdp1", "wall_s", "... wall time", "s"),
+    Row("sharded_fsdp1", "memory_mib", "... extra memory of a rank", "MiB"),
+    Row("sharded_small", "requests", "Restore of {small} a rank, {latency_ms} ms: requests", ""),
+    Row("sharded_small", "wall_s", "... wall time", "s"),
+    Row("sharded_mixed", "requests", "The same, saved in the order of {kinds} kinds of tensors: requests", ""),
+    Row("sharded_mixed", "wall_s", "... wall time", "s"),
+    Row("sharded_load", "wall_s", "Restore of {size} a rank, {link}: wall time", "s"),
+    Row("sharded_load", "cpu_s", "... processor time of both ranks", "s"),
+    Row("sharded_load", "memory_mib", "... extra memory of a rank", "MiB"),
+    Row("sharded_local", "save_wall_s", "Save of {size} a rank to a local disk: wall time", "s"),
+    Row("sharded_local", "save_cpu_s", "... processor time of both ranks", "s"),
+    Row("sharded_local", "save_memory_mib", "... extra memory of a rank", "MiB"),
+    Row("sharded_local", "load_wall_s", "Restore of it: wall time", "s"),
+    Row("sharded_local", "load_cpu_s", "... processor time of both ranks", "s"),
+    Row("sharded_local", "load_memory_mib", "... extra memory of a rank", "MiB"),
+)  # fmt: skip
+#: The rows that go between the markers of each name.
+PAGE = {"results": FILE_ROWS, "sharded": SHARDED_ROWS}
 
 
 def size(mib: int) -> str:
@@ -65,7 +97,9 @@ def size(mib: int) -> str:
 
 
 def label(row: Row, sizes: dict[str, int]) -> str:
-    return row.label.format(size=size(sizes["mib"]), large=size(sizes["large_mib"]), **sizes)
+    link = "{latency_ms} ms and {megabytes_per_s} MB/s a connection".format(**sizes)
+    small = "{small_tensors} tensors of {small_kib} KiB".format(**sizes)
+    return row.label.format(size=size(sizes["mib"]), large=size(sizes["large_mib"]), link=link, small=small, **sizes)
 
 
 def number(value: float) -> str:
@@ -86,12 +120,12 @@ def cell(found: list[float], unit: str) -> str:
     return f"{middle} {unit}".strip() + (f" ({least} - {most})" if least != most else "")
 
 
-def main_table(results: dict[str, Any]) -> list[str]:
+def main_table(results: dict[str, Any], rows: tuple[Row, ...]) -> list[str]:
     """All numbers, and what ours are of those of the release that we start from."""
     releases = list(results["versions"])
     base = f"stock {results['versions'][OURS]['lightning'].partition('+')[0]}"
     lines = [f"| | {' | '.join(releases)} | {OURS} / {base} |", "|---|" + "---|" * (len(releases) + 1)]
-    for row in ROWS:
+    for row in rows:
         if row.figure not in results["figures"]:
             continue
         cells = [cell(values(results, row, release), row.unit) for release in releases]
@@ -101,13 +135,13 @@ def main_table(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def limits_table(results: dict[str, Any]) -> list[str]:
+def limits_table(results: dict[str, Any], rows: tuple[Row, ...]) -> list[str]:
     """What took the time of a save to a store, or of a restore from one."""
     lines = [
         f"| | | {' | '.join(PARTS)} | limited by | connections | client, payload |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in ROWS:
+    for row in rows:
         if row.figure not in LIMITED or row.key != "wall_s":
             continue
         for release, runs in results["figures"].get(row.figure, {}).items():
@@ -120,38 +154,54 @@ def limits_table(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def sentences(results: dict[str, Any]) -> list[str]:
+def sentences(results: dict[str, Any], rows: tuple[Row, ...]) -> list[str]:
     """On what was measured."""
     machine, sizes = results["machine"], results["sizes"]
+    if rows == FILE_ROWS:
+        how_often = "{runs} runs of each timing, {memory_runs} of memory and requests"
+        rest = "Tensors of {tensor_mib} MiB."
+    else:
+        how_often = "{sharded_runs} runs of each figure, {long_runs} of the {kinds} kinds of tensors"
+        rest = "Two ranks."
+    told = f"Medians, with the least and the greatest: {how_often}, releases in turn. {rest}".format(**sizes)
     lines = [
         f"{machine['system']}, {machine['cores']} cores, {machine['memory_gib']} GiB of memory, Python"
-        f" {machine['python']}. Medians, with the least and the greatest: {sizes['runs']} runs of each timing,"
-        f" {sizes['memory_runs']} of memory and requests, releases in turn. Tensors of {sizes['tensor_mib']} MiB."
+        f" {machine['python']}. {told}"
     ]
     for release, versions in results["versions"].items():
         lines.append(f"- {release}: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     return lines
 
 
-def render(results: dict[str, Any]) -> str:
-    """All that goes between the markers."""
-    machine, *versions = sentences(results)
-    blocks = [[machine], versions, main_table(results), limits_table(results)]
+def render(results: dict[str, Any], rows: tuple[Row, ...]) -> str:
+    """All that goes between two markers."""
+    machine, *versions = sentences(results, rows)
+    blocks = [[machine], versions, main_table(results, rows), limits_table(results, rows)]
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def main(results: Path, page: Path) -> None:
-    """Puts the tables into the page.
+def around_markers(page: str, name: str) -> tuple[str, str]:
+    """The page up to the first marker of that name, and from the second, both included.
 
     Raises:
-        ValueError: The page lacks the markers.
+        ValueError: The page lacks them.
     """
-    before, begin, rest = page.read_text().partition(BEGIN)
-    end, after = rest.partition(END)[1:]
-    if not begin or not end:
-        raise ValueError(f"{page} needs the lines {BEGIN} and {END}, between which the results go")
-    text = render(json.loads(results.read_text()))
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = page.partition(begin)
+    found_end, after = rest.partition(end)[1:]
+    if not found or not found_end:
+        raise ValueError(f"the page needs the lines {begin} and {end}, between which the results go")
+    return before + begin, end + after
+
+
+def main(results: Path, page: Path) -> None:
+    """Puts the tables into the page."""
+    measured, text = json.loads(results.read_text()), page.read_text()
+    for name, rows in PAGE.items():
+        if any(row.figure in measured["figures"] for row in rows):
+            before, after = around_markers(text, name)
+            text = f"{before}\n\n{render(measured, rows)}\n\n{after}"
+    page.write_text(text)
 
 
 if __name__ == "__main__":

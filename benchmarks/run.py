@@ -22,75 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import import_time
+from figures import QUICK, Figure, Sizes, file_figures, sharded_figures
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
 OURS = "ours"
+SINK = "s3://sink/"
 IMPORT = "import"
+#: Names of several figures.
+GROUPS = {"files": [*file_figures(QUICK), IMPORT], "sharded": [*sharded_figures(QUICK)]}
 #: Has s3fs send bodies as they are: without TLS it would sign them (SHA-256), and compute another checksum (CRC).
 UNSIGNED = {
     "s3": {"payload_signing_enabled": False},
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
 }
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much is measured."""
-
-    mib: int = 1024
-    tensor_mib: int = 64
-    large_mib: int = 4096
-    latency_ms: int = 20
-    megabytes_per_s: int = 100
-    epochs: int = 3
-    runs: int = 5
-    memory_runs: int = 2
-
-
-QUICK = Sizes(mib=24, tensor_mib=8, large_mib=48, runs=1, memory_runs=1)
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One measurement of ``client.py``, and what it needs.
-
-    Attributes:
-        measure: Which one.
-        place: The checkpoint's path; in ``{run}`` goes what is different in each run.
-        arguments: More of its arguments.
-        runs: How often each release is measured.
-        signed: Whether bodies are signed.
-        link: Options of the server.
-        prepare: The measurement that makes the object which this one loads.
-    """
-
-    measure: str
-    place: str
-    arguments: dict[str, int]
-    runs: int
-    signed: bool = False
-    link: tuple[str, ...] = ()
-    prepare: str = ""
-
-
-def figures(sizes: Sizes) -> dict[str, Figure]:
-    """All figures but that of the import, by name."""
-    tensors = {"mib": sizes.mib, "tensor_mib": sizes.tensor_mib}
-    large = {"mib": sizes.large_mib, "tensor_mib": sizes.tensor_mib}
-    link = ("--latency-ms", str(sizes.latency_ms), "--megabytes-per-s", str(sizes.megabytes_per_s))
-    runs, few = sizes.runs, sizes.memory_runs
-    return {
-        "save": Figure("save", "s3://sink/x.ckpt", tensors, runs),
-        "signed": Figure("save", "s3://sink/x.ckpt", tensors, runs, signed=True),
-        "large": Figure("save", "s3://sink/x.ckpt", large, few),
-        "hold_up": Figure("hold_up", "s3://sink/x.ckpt", tensors, runs),
-        "load": Figure("load", "s3://store/x.ckpt", tensors, runs, link=link, prepare="save"),
-        "resume": Figure("resume", "s3://store/x.ckpt", {"mib": sizes.mib}, few, prepare="save_training"),
-        "fit": Figure("fit", "s3://store/{run}", {"epochs": sizes.epochs}, few),
-        "local": Figure("save_local", "checkpoints/x.ckpt", tensors, runs),
-    }
 
 
 class Server:
@@ -133,7 +79,8 @@ class Client:
         s3["client_kwargs"] = {"region_name": "us-east-1"}
         if not figure.signed:
             s3["config_kwargs"] = UNSIGNED
-        self._say(json.dumps({"measure": measure, "arguments": {"url": url, **figure.arguments}, "s3": s3}))
+        request = {"measure": measure, "arguments": {"url": url, **figure.arguments}, "s3": s3, "ranks": figure.ranks}
+        self._say(json.dumps(request))
         while (answer := self._answer()) == "ready":
             server.ask("POST", "reset")
             self._say("")
@@ -175,13 +122,16 @@ def client(python: Path, folder: Path) -> Iterator[Client]:
 def measure(figure: Figure, clients: dict[str, Client]) -> dict[str, list[dict[str, Any]]]:
     """Measures a figure with every client in turn, so that what else the machine does meets all alike."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in clients}
+    prepared = set()
     with serving(figure.link) as server:
-        if figure.prepare:
-            next(iter(clients.values())).ask(server, figure, figure.prepare, figure.place)
         for run in range(figure.runs):
             for name, one in clients.items():
-                result = one.ask(server, figure, figure.measure, figure.place.format(run=f"{name}-{run}"))
-                if figure.measure == "save" and result["bytes"] < figure.arguments["mib"] * MIB:
+                place = figure.place.format(release=name.replace(" ", "-"), run=run)
+                if figure.prepare and place not in prepared:
+                    one.ask(server, figure, figure.prepare, place)
+                    prepared.add(place)
+                result = one.ask(server, figure, figure.measure, place)
+                if place.startswith(SINK) and result["bytes"] < figure.arguments["mib"] * MIB * figure.ranks:
                     raise RuntimeError(f"{name} sent less than it saved: {result}")
                 results[name].append(result)
     return results
@@ -244,17 +194,24 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, required=True, metavar="FILE", help="where to write them, as JSON")
     other = "the interpreter of an environment with another release; can be given more than once"
     parser.add_argument("--beside", type=Path, action="append", default=[], metavar="PYTHON", help=other)
-    parser.add_argument("--runs", type=int, default=Sizes.runs, help="runs of each timing (default: %(default)s)")
+    parser.add_argument(
+        "--runs", type=int, default=Sizes.runs, help="runs of each timing of files (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="one run with small sizes, to see whether all works")
-    names = [*figures(QUICK), IMPORT]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="these figures (default: all)")
-    return parser.parse_args()
+    names = [name for group in GROUPS.values() for name in group]
+    parser.add_argument(
+        "--only", nargs="+", choices=[*GROUPS, *names], default=[*GROUPS], metavar="FIGURE",
+        help=f"these figures (default: all): {', '.join(names)}; {' or '.join(GROUPS)} for all of a kind",
+    )  # fmt: skip
+    options = parser.parse_args()
+    options.only = [name for one in options.only for name in GROUPS.get(one, [one])]
+    return options
 
 
 def measure_all(sizes: Sizes, names: list[str], clients: dict[str, Client]) -> dict[str, Any]:
     """The figures of those names."""
     measured: dict[str, Any] = {}
-    for name, figure in figures(sizes).items():
+    for name, figure in {**file_figures(sizes), **sharded_figures(sizes)}.items():
         if name in names:
             say(f"{name} ({figure.runs} runs of each)")
             measured[name] = measure(figure, with_room(clients, sizes) if name == "large" else clients)

@@ -3,12 +3,16 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-FIGURES = ("save", "signed", "large", "hold_up", "load", "resume", "fit", "local")
+MIB = 1 << 20
+FIGURES = (
+    "save", "signed", "large", "hold_up", "load", "resume", "fit", "local", "sharded_trainer", "sharded_local"
+)  # fmt: skip
 
 
 def run(script: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
@@ -31,9 +35,14 @@ def test_every_figure_is_measured_and_reported(tmp_path: Path) -> None:
     assert figures["signed"]["ours"][0]["payloads"] != ["UNSIGNED-PAYLOAD"]
     assert figures["load"]["ours"][0]["memory_mib"] >= 24
     assert figures["fit"]["ours"][0]["methods"]["PUT"] >= 6
+    assert figures["sharded_trainer"]["ours"][0]["bytes"] >= 2 * 32 * MIB
+    (local,) = figures["sharded_local"]["ours"]
+    assert min(local["save_wall_s"], local["save_cpu_s"], local["load_wall_s"], local["load_cpu_s"]) > 0
+    assert local["requests"] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
-    page.write_text("before\n<!-- results: begin -->\nold\n<!-- results: end -->\nafter\n")
+    sharded = "<!-- sharded: begin -->\nold\n<!-- sharded: end -->\n"
+    page.write_text(f"before\n<!-- results: begin -->\nold\n<!-- results: end -->\n{sharded}after\n")
     for _ in range(2):
         assert run("report.py", results, page).returncode == 0
     text = page.read_text()
@@ -43,11 +52,40 @@ def test_every_figure_is_measured_and_reported(tmp_path: Path) -> None:
     assert text.count("| Requests of a fit of 3 epochs |") == 1
 
 
+@pytest.mark.slow
+def test_sharded_checkpoints_are_measured_beside_stock_lightning(
+    tmp_path: Path, pristine: Callable[[str], Path]
+) -> None:
+    stock = tmp_path / "python"
+    stock.write_text(f'#!/bin/sh\nPYTHONPATH={pristine("lightning")} exec {sys.executable} "$@"\n')
+    stock.chmod(0o755)
+    results, page = tmp_path / "results.json", tmp_path / "page.md"
+    names = ("sharded_fsdp1", "sharded_mixed")
+    measured = run("run.py", "--quick", "--results", results, "--only", *names, "--beside", stock)
+    assert measured.returncode == 0, measured.stderr
+    figures = json.loads(results.read_text())["figures"]
+    assert list(figures) == list(names)
+    for release in ("stock 2.6.6", "ours"):
+        (saved,), (loaded,) = (figures[name][release] for name in names)
+        assert saved["bytes"] >= 2 * 32 * MIB
+        assert min(saved["wall_s"], saved["cpu_s_per_gib"], saved["memory_mib"]) > 0
+        assert loaded["methods"]["GET"] >= 4  # .metadata and a file, for either rank
+    assert figures["sharded_fsdp1"]["stock 2.6.6"][0]["clients"][0].startswith("aiobotocore")
+    assert figures["sharded_fsdp1"]["stock 2.6.6"][0]["memory_mib"] >= 32  # it copies all that a rank has
+
+    page.write_text("<!-- results: begin -->\nold\n<!-- results: end -->\n<!-- sharded: begin --><!-- sharded: end -->")
+    assert run("report.py", results, page).returncode == 0
+    text = page.read_text()
+    assert "old" in text  # what was not measured
+    assert "| stock 2.6.6 | ours | ours / stock 2.6.6 |" in text
+    assert text.count("| FSDP1, the same save: processor time per GiB |") == 1
+
+
 def test_a_page_without_a_place_for_the_results_is_left_alone(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- results: begin -->\n")
     results = tmp_path / "results.json"
-    results.write_text("{}")
+    results.write_text('{"figures": {"save": {}}}')
     failed = run("report.py", results, page)
     assert failed.returncode != 0
     assert "<!-- results: end -->" in failed.stderr
