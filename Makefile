@@ -27,7 +27,7 @@ setup: $(FORK_STAMP)
 
 # Two at a time, for much of what they do is to wait; each file's tests in one process, which share its servers.
 test: lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 # What `make test` leaves out, for it needs npm. A version of azurite is installed once, into a folder of its own.
 test-azure: setup $(AZURITE)/installed-$(AZURITE_VERSION)
