@@ -97,7 +97,8 @@ def test_ranks_load_one_download_into_memory_of_their_own(outcome: Outcome) -> N
     assert outcome.seen("loaded") == outcome.seen("loaded again") == outcome.saved
     assert outcome.downloads("loaded") == outcome.downloads("loaded_again") == outcome.single
     assert outcome.seen("left after a load") == outcome.seen("left") == []
-    assert sorted(os.listdir("/dev/shm")) == outcome.shm
+    new = set(os.listdir("/dev/shm")).difference(outcome.shm)
+    assert [name for name in new if not name.startswith(("sem.", "torch"))] == []  # which are of tests beside this one
 
 
 def test_weights_only_is_heeded(outcome: Outcome) -> None:
