@@ -18,7 +18,7 @@ import torch
 from lightning.fabric.storage import load as load_module
 from lightning.fabric.storage.load import load_file
 from lightning.fabric.storage.save import save_file
-from lightning.fabric.storage.transport import obstore, open_reader, reader
+from lightning.fabric.storage.transport import obstore_reader, open_reader, reader
 from lightning.fabric.storage.transport.reader import RangedFile
 from lightning.fabric.utilities.cloud_io import _load
 from lightning.fabric.utilities.load import _lazy_load
@@ -180,13 +180,13 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error(bucket: Bucket, en
 def test_a_replaced_object_is_noticed_where_the_store_has_no_strong_etags(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, small_blocks: None
 ) -> None:
-    ask = obstore.Source._ask
+    ask = obstore_reader.Source._ask
 
-    def weakly(source: obstore.Source) -> Any:
+    def weakly(source: obstore_reader.Source) -> Any:
         size, etag, modified = ask(source)
         return size, f"W/{etag}", modified
 
-    monkeypatch.setattr(obstore.Source, "_ask", weakly)
+    monkeypatch.setattr(obstore_reader.Source, "_ask", weakly)
     bucket.put("x.ckpt", serialized(STATE))
     assert same(load_file(f"{bucket.url}/x.ckpt"), STATE)
 
@@ -366,7 +366,7 @@ def test_a_store_that_is_out_of_reach_is_told_of_before_it_is_given_up(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, impatient: None
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr("lightning.fabric.storage.transport.obstore._PATIENCE_WITH_STORES_S", 0.2)
+    monkeypatch.setattr("lightning.fabric.storage.transport.obstore_reader._PATIENCE_WITH_STORES_S", 0.2)
     with pytest.raises(ConnectionError, match="Connection refused") as raised:
         load_file(f"{bucket.url}/x.ckpt")
     assert "is the endpoint right?" in caplog.text

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from lightning.fabric.storage.location import Location, display, display_about, filesystem, has_folders, kind_of
-from lightning.fabric.storage.transport import fsspec, local, multipart, obstore, s3
+from lightning.fabric.storage.transport import fsspec, local, multipart, obstore, obstore_reader, s3
 from lightning.fabric.storage.transport.reader import RangedFile, Source
 from lightning.fabric.storage.transport.retry import attempts_of, chain, retrying, status_of
 from lightning.fabric.storage.transport.sink import GivenUp, Sink
@@ -37,7 +37,7 @@ def open_writer(location: Location, lean: bool = False) -> Iterator[Sink]:
 
     Args:
         location: Where the file is to be. Missing folders are made.
-        lean: Use at most about 200 MiB of memory, whatever the size of the file. Else speed comes first: parts are
+        lean: Use less than 256 MiB of memory, whatever the size of the file. Else speed comes first: parts are
             larger, and stores that are fast only when they are given all of an object at once (GCS and Azure without
             obstore) are.
 
@@ -126,7 +126,7 @@ def _opener(location: Location) -> Callable[[], Source]:
 
     def open_object() -> Source:
         try:
-            return obstore.Source(*native)
+            return obstore_reader.Source(*native)
         except FileNotFoundError as error:
             if kind_of(fs, path) == "directory":
                 raise IsADirectoryError(path) from error

@@ -7,9 +7,8 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-import numpy as np
 from fsspec import AbstractFileSystem
 
 from lightning.fabric.storage.transport.multipart import (
@@ -23,10 +22,9 @@ from lightning.fabric.storage.transport.multipart import (
     warn_of_unfinished,
 )
 from lightning.fabric.storage.transport.obstore_errors import translated
-from lightning.fabric.storage.transport.reader import REPLACED
+from lightning.fabric.storage.transport.obstore_reader import awaited
 from lightning.fabric.storage.transport.sink import PieceSink
-from lightning.fabric.storage.transport.stores.common import RETRY_DEADLINE_S
-from lightning.fabric.storage.transport.threads import in_thread, wait_until_done
+from lightning.fabric.storage.transport.threads import in_thread
 
 if TYPE_CHECKING:
     from obstore import WritableFile
@@ -34,19 +32,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-
 #: Uploads that an interrupted save has not waited for to the end.
 _left_alone: dict[str, concurrent.futures.Future[None]] = {}
 
 #: How long an interrupted save waits for its upload to end before it says so, and then at most.
 _PATIENCE_S = 2
 _LONGEST_WAIT_S = 60
-#: How long a store may take before the log says so.
-_PATIENCE_WITH_STORES_S = 10
 #: How often a thread that waits for room looks whether the upload goes on at all.
 _POLL_S = 0.1
-_CHUNK = 2**20
 #: What the system says of a request that did not reach a server.
 _NEVER_SENT = "Connection refused|failed to lookup"
 
@@ -121,7 +114,7 @@ class _Upload:
         """Commits the object."""
         self._start_once()
         self._put(None)
-        _awaited(self._outcome, self._name, self.idle)
+        awaited(self._outcome, self._name, self.idle)
 
     def wait_for_the_one_before(self) -> None:
         """Waits for an upload of the same name that was left to itself: it could still replace what comes now.
@@ -234,84 +227,6 @@ class _Upload:
 
 class _GivenUp(Exception):
     """Ends obstore's context, which takes the upload back."""
-
-
-class Source:
-    """An object to read ranges of.
-
-    Args:
-        store: Its bucket.
-        name: Its name.
-    """
-
-    parallel = True
-
-    def __init__(self, store: "ObjectStore", name: str) -> None:
-        self._store = store
-        self._name = name
-        try:
-            self._version = self._ask()
-        except Exception as error:
-            raise translated(error) from error
-        self.size, etag, _ = self._version
-        #: A weak ETag is no condition for ranges, and some stores have none.
-        self._etag = None if etag is None or etag.startswith("W/") else etag
-
-    def _ask(self) -> tuple[int, str | None, Any]:
-        import obstore
-
-        meta = _awaited(in_thread("checkpoint-read", obstore.head, self._store, self._name), self._name)
-        return meta["size"], meta["e_tag"], meta["last_modified"]
-
-    def read_into(self, start: int, view: memoryview) -> None:
-        """Fills ``view`` with the bytes from ``start`` on.
-
-        Raises:
-            OSError: The object has changed since it was opened, or another number of bytes came.
-        """
-        import obstore
-
-        options: Any = {"range": (start, start + len(view))}
-        if self._etag is not None:
-            options["if_match"] = self._etag
-        target, at = np.frombuffer(view, np.uint8), 0
-        try:
-            for chunk in obstore.get(self._store, self._name, options=options).stream(min_chunk_size=_CHUNK):
-                piece = np.frombuffer(chunk, np.uint8)[: len(target) - at]
-                target[at : at + len(piece)] = piece
-                at += len(chunk)
-        except Exception as error:
-            raise translated(error) from error
-        if at != len(target):
-            raise ConnectionError(f"{at} bytes came instead of {len(target)}")
-
-    def check(self) -> None:
-        """Looks whether the object is the one that was opened, unless every request has asked for that version.
-
-        Raises:
-            OSError: It is not.
-        """
-        try:
-            replaced = self._etag is None and self._ask() != self._version
-        except Exception as error:
-            raise translated(error) from error
-        if replaced:
-            raise OSError(REPLACED)
-
-    def close(self) -> None:
-        """Does nothing: the store's connections are those of all its objects."""
-
-
-def _awaited(outcome: concurrent.futures.Future[_T], name: str, idle: Callable[[], None] = lambda: None) -> _T:
-    """What a call returns, which may go on for minutes without a word where a store does not answer."""
-    wait_until_done(outcome, idle, _PATIENCE_WITH_STORES_S)
-    if not outcome.done():
-        log.warning(
-            f"Still waiting for the store of {name!r} after {_PATIENCE_WITH_STORES_S} s. If it does not answer, is the"
-            f" endpoint right? Requests are tried again for up to {RETRY_DEADLINE_S} s"
-        )
-    wait_until_done(outcome, idle)
-    return outcome.result()
 
 
 def _store_name(store: "ObjectStore") -> str:
