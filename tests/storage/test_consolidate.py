@@ -24,6 +24,7 @@ from lightning.fabric.storage.load import load_file
 from lightning.fabric.storage.location import Location, locate
 from lightning.fabric.storage.save import save_file
 from lightning.fabric.storage.sharded import ShardWriter
+from lightning.fabric.utilities import consolidate_command
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 from tests.servers import Bucket
@@ -59,8 +60,8 @@ def save(place: str | Path, state: dict[str, Any], meta: dict[str, Any] | None =
 
 
 def command(folder: str | Path, output: str | Path | None = None, convert: Any = None) -> Namespace:
-    arguments = consolidate.checked_arguments(str(folder), None if output is None else str(output))
-    consolidate.run(arguments, convert)
+    arguments = consolidate_command.checked_arguments(str(folder), None if output is None else str(output))
+    consolidate_command.run(arguments, convert)
     return arguments
 
 
@@ -210,7 +211,7 @@ def test_arguments_that_make_no_sense_are_refused(root: str, caplog: pytest.LogC
     def refusal(folder: str, output: str | None = None) -> str:
         caplog.clear()
         with pytest.raises(SystemExit, match="1"):
-            consolidate.checked_arguments(folder, output)
+            consolidate_command.checked_arguments(folder, output)
         return caplog.text
 
     assert f"The checkpoint folder does not exist: {root}/missing.ckpt" in refusal(f"{root}/missing.ckpt")
