@@ -88,7 +88,7 @@ def make(
         for (index, _), record in zip(items, records[name], strict=True):
             metadata.storage_data[index] = _StorageInfo(name, record.offset, record.length)
     if checksums:
-        commit.describe(metadata, commit.new_save(), None, records)
+        commit.describe(metadata, None, records)
     return metadata
 
 

@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from lightning.fabric.storage import checkpoints, commit
 from lightning.fabric.storage.checksums import Record
 from lightning.fabric.storage.location import Location, locate
+from lightning.fabric.storage.selection import why_incomplete
+from lightning.fabric.storage.transport.sink import Sink
 from tests.servers import Bucket
 
 WEIGHTS = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2, dtype=torch.bfloat16)}
@@ -103,14 +105,14 @@ def test_a_checkpoint_that_lacks_something_is_refused_with_its_name(
     place: Location, bucket: Bucket, which: str, damage: str
 ) -> None:
     save(place, 1)
-    assert commit.is_complete(place)
+    assert why_incomplete(place) is None
     change(place, bucket, lambda name, old: old if which not in name else None if damage == "missing" else old[:-1])
     what = (
         rf"__\w+{which} is missing" if damage == "missing" else rf"another size than saved: __\w+{which} \(\d+ of \d+"
     )
     with pytest.raises(FileNotFoundError, match=rf"last.ckpt is incomplete: .*{what}"):
         load(place)
-    assert not commit.is_complete(place)
+    assert why_incomplete(place) is not None
 
 
 def test_shards_without_metadata_are_refused_as_an_interrupted_save(place: Location, bucket: Bucket) -> None:
@@ -118,7 +120,7 @@ def test_shards_without_metadata_are_refused_as_an_interrupted_save(place: Locat
     change(place, bucket, lambda name, old: None if name == ".metadata" else old)
     with pytest.raises(FileNotFoundError, match=r"incomplete: .metadata is missing.*interrupted"):
         checkpoints.find_checkpoint(place)
-    assert not commit.is_complete(place)
+    assert why_incomplete(place) is not None
     save(place, 2)  # which also removes them
     assert load(place) == 2
     assert len([name for name in names(place, bucket) if name.endswith(".distcp")]) == 2
@@ -128,7 +130,7 @@ def test_where_there_is_nothing_no_checkpoint_is_found(place: Location) -> None:
     found = checkpoints.find_checkpoint(place)
     assert not checkpoints.is_sharded_checkpoint(found)
     assert not checkpoints.is_full_checkpoint(found)
-    assert not commit.is_complete(place)
+    assert why_incomplete(place) is not None
     with pytest.raises(FileNotFoundError, match="There is no sharded checkpoint"):
         checkpoints.load_shards({}, found)
 
@@ -202,6 +204,15 @@ def test_stock_checkpoints_load_and_need_their_meta_pt(tmp_path: Path) -> None:
     next(tmp_path.glob("*.distcp")).unlink()
     with pytest.raises(FileNotFoundError, match=r"__0_0\.distcp is missing"):
         checkpoints.find_checkpoint(tmp_path)
+
+
+def test_the_size_of_a_shard_is_told_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []  # the size of the parts of an upload depends on it
+    monkeypatch.setattr(Sink, "expect", lambda sink, size: told.append(size))
+    state = {str(number): torch.ones(100_000 * number) for number in range(4)}
+    checkpoints.save_sharded(state, None, tmp_path)
+    (shard,) = tmp_path.glob("*.distcp")
+    assert told[0] == pytest.approx(shard.stat().st_size, rel=0.01)
 
 
 def test_a_state_that_the_checkpoint_lacks_is_an_error_unless_it_may_lack_it(place: Location) -> None:

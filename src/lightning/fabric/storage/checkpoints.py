@@ -18,10 +18,9 @@ import torch
 from lightning.fabric.storage.load import load_file
 from lightning.fabric.storage.location import Location, display, is_file, is_folder, locate, shares_names
 from lightning.fabric.storage.namespace import remove_folder
-from lightning.fabric.storage.ranks import failures_of_ranks, is_rank_zero, outcome_of_rank_zero
+from lightning.fabric.storage.ranks import failures_of_ranks, from_rank_zero, is_rank_zero, outcome_of_rank_zero
 from lightning.fabric.storage.replacement import remove_leftovers
 from lightning.fabric.storage.save import save_file
-from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_4
 
 if TYPE_CHECKING:
@@ -77,13 +76,7 @@ def find_checkpoint(path: _Path) -> FoundCheckpoint:
         OSError: The store did not answer, or the checkpoint's metadata is damaged. Every rank raises it.
     """
     location = locate_checkpoint(path)
-    found: list[Any] = [None]
-    with outcome_of_rank_zero():
-        if is_rank_zero():
-            found = [_look(location)]
-    if _distributed_is_initialized():
-        torch.distributed.broadcast_object_list(found, src=0)
-    metadata, is_full = found[0]
+    metadata, is_full = from_rank_zero(lambda: _look(location))
     return FoundCheckpoint(location, metadata, is_full)
 
 
@@ -180,10 +173,15 @@ def load_optimizer_shards(model_state: dict[str, Any], key: str, path: _Path) ->
 def _reader(path: _Path) -> tuple[Location, Any]:
     from lightning.fabric.storage.sharded import ShardReader
 
+    location, metadata = _sharded(path)
+    return location, ShardReader(location, metadata)
+
+
+def _sharded(path: _Path) -> tuple[Location, "Metadata"]:
     found = path if isinstance(path, FoundCheckpoint) else find_checkpoint(path)
     if found.metadata is None:
         raise FileNotFoundError(f"There is no sharded checkpoint at {found}")
-    return found.location, ShardReader(found.location, found.metadata)
+    return found.location, found.metadata
 
 
 def load_metadata(path: _Path, weights_only: bool | None = None) -> Any:
@@ -194,17 +192,12 @@ def load_metadata(path: _Path, weights_only: bool | None = None) -> Any:
     """
     from lightning.fabric.storage import commit
 
-    found = path if isinstance(path, FoundCheckpoint) else find_checkpoint(path)
-    content: list[bytes | None] = [None]
-    with outcome_of_rank_zero():
-        if is_rank_zero() and found.metadata is not None:
-            content = [commit.read_meta(found.location, found.metadata)]
-    if _distributed_is_initialized():
-        torch.distributed.broadcast_object_list(content, src=0)
-    if content[0] is None:
+    location, metadata = _sharded(path)
+    content = from_rank_zero(lambda: commit.read_meta(location, metadata))
+    if content is None:
         return {}
     # of what the file's author had on an accelerator, nothing belongs on that of this rank
-    return torch.load(io.BytesIO(content[0]), map_location="cpu", weights_only=weights_only)
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=weights_only)
 
 
 def save_full(state: dict[str, Any], location: Location) -> None:

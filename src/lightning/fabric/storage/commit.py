@@ -4,8 +4,7 @@ It is torch's ``Metadata``, pickled, with one more attribute of built-in types, 
 
     lightning = {
         "format": 1,
-        "save": "0123456789ab",                            # drawn for each save; its files are called after it
-        "meta": "__0123456789ab_meta.distcp",              # what meta.pt holds; or None
+        "meta": "__0123456789ab_meta.distcp",  # what meta.pt holds; or None
         "files": {name: {"size": bytes, "records": [tuple(Record), ...]}, ...},
     }
 
@@ -27,23 +26,13 @@ import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning.fabric.storage.checksums import Record
-from lightning.fabric.storage.location import (
-    Location,
-    display,
-    join,
-    kind,
-    shares_names,
-    sizes_of_files,
-)
-from lightning.fabric.storage.namespace import remove_file, remove_names
+from lightning.fabric.storage.location import Location, display, join, shares_names, sizes_of_files
+from lightning.fabric.storage.namespace import METADATA, STOCK_META, remove_file, remove_names
 from lightning.fabric.storage.save import save_file
 from lightning.fabric.storage.transport import open_source, open_writer
 
 log = logging.getLogger(__name__)
 
-METADATA = ".metadata"
-#: Beside the shards, for stock Lightning.
-STOCK_META = "meta.pt"
 SHARD_SUFFIX = ".distcp"
 _FORMAT = 1
 _TRAILER = re.compile(rb"\nlightning-crc32:([0-9a-f]{8})\Z")
@@ -59,22 +48,16 @@ def meta_name(save: str) -> str:
     return f"__{save}_meta{SHARD_SUFFIX}"
 
 
-def describe(metadata: Metadata, save: str, meta: str | None, records: dict[str, list[Record]]) -> None:
+def describe(metadata: Metadata, meta: str | None, records: dict[str, list[Record]]) -> None:
     """Adds to torch's metadata what this module's documentation says.
 
     Args:
         metadata: Of a checkpoint that is about to be committed.
-        save: From :func:`new_save`.
         meta: From :func:`meta_name`, if there is such a file.
         records: Of each file, in the order in which they were written.
     """
     files = {name: {"size": of[-1].end if of else 0, "records": [tuple(r) for r in of]} for name, of in records.items()}
-    metadata.lightning = {  # type: ignore[attr-defined]
-        "format": _FORMAT,
-        "save": save,
-        "meta": meta,
-        "files": files,
-    }
+    metadata.lightning = {"format": _FORMAT, "meta": meta, "files": files}  # type: ignore[attr-defined]
 
 
 def write_metadata(location: Location, metadata: Metadata) -> None:
@@ -173,23 +156,6 @@ def _parsed(content: bytes, location: Location) -> Metadata:
 def is_begun(location: Location) -> bool:
     """Whether there is a part of a sharded checkpoint, be it complete or not."""
     return any(name in (METADATA, STOCK_META) or name.endswith(SHARD_SUFFIX) for name in sizes_of_files(location))
-
-
-def is_complete(location: Location) -> bool:
-    """Whether there is a checkpoint at ``location`` of which nothing is missing: a file, or a folder of shards.
-
-    The files of a folder are looked at, but not read.
-
-    Raises:
-        OSError: The store did not answer.
-    """
-    if kind(location) == "file":
-        return True
-    try:
-        read_metadata(location)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def read_meta(location: Location, metadata: Metadata) -> bytes | None:

@@ -11,6 +11,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from lightning.fabric.storage.location import Location, display, is_file, join, locate
+from lightning.fabric.storage.namespace import STOCK_META
 from lightning.fabric.storage.stats import timed
 from lightning.fabric.storage.transport import open_reader
 from lightning.fabric.storage.transport.reader import REPLACED, RangedFile
@@ -23,7 +24,7 @@ _SMALL_FILE = 8 * 2**20
 _HEAD = 30
 _NEAR = 2**18
 #: What an archive starts with.
-_ARCHIVE = b"PK\x03\x04"
+ARCHIVE = b"PK\x03\x04"
 #: What torch's errors about archives start with.
 _TORCHS = "PytorchStreamReader"
 
@@ -181,7 +182,7 @@ def open_checkpoint(location: Location) -> IO[bytes]:
         raise FileNotFoundError(f"Checkpoint file not found: {display(location)}") from error
     except IsADirectoryError as error:
         what = "a folder, not a checkpoint file"
-        if is_file(join(location, "meta.pt")):
+        if is_file(join(location, STOCK_META)):
             what = (
                 "a sharded checkpoint: load it with FSDP or ModelParallel, or make one file of it with `fabric"
                 " consolidate` or, for the Trainer, `python -m lightning.pytorch.utilities.consolidate_checkpoint`"
@@ -217,7 +218,7 @@ def _expect_records(file: RangedFile) -> None:
         records = _records(file)
     except zipfile.BadZipFile as error:
         file.seek(0)
-        if file.read(len(_ARCHIVE)) == _ARCHIVE:
+        if file.read(len(ARCHIVE)) == ARCHIVE:
             raise RuntimeError(f"it ends before its directory of records ({error})") from error
         if not small:  # torch's legacy format, which is read from the first byte to the last
             file.expect([(0, file.size)])

@@ -18,19 +18,13 @@ from lightning.fabric.storage.location import (
     kind_of,
 )
 
+#: What of a sharded checkpoint says which files it is made of.
+METADATA = ".metadata"
+#: What stock Lightning has beside the shards.
+STOCK_META = "meta.pt"
 #: What makes a folder a complete sharded checkpoint.
-MARKS = (".metadata", "meta.pt")
+MARKS = (METADATA, STOCK_META)
 _REQUESTS_AT_A_TIME = 16
-
-
-def make_folder(location: Location) -> None:
-    """Makes the folder and its parents. On an object store there is nothing to do."""
-    if isinstance(location, Path):
-        location.mkdir(parents=True, exist_ok=True)
-        return
-    fs, path = filesystem(location)
-    if has_folders(fs):
-        fs.makedirs(path, exist_ok=True)
 
 
 def move(fs: AbstractFileSystem, path: str, target: str) -> None:

@@ -3,9 +3,9 @@
 import logging
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -14,6 +14,8 @@ from lightning.fabric.storage.transport.sink import GivenUp
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 #: How often, in seconds, a rank looks whether another one has failed.
 _LOOK_S = 0.5
@@ -39,6 +41,21 @@ def outcome_of_rank_zero() -> Iterator[None]:
             raise told[0]
     if failed is not None:
         raise failed
+
+
+def from_rank_zero(look: Callable[[], _T]) -> _T:
+    """What a function returns on rank zero, for every rank; a collective call. If it fails there, every rank fails.
+
+    Raises:
+        OSError: On the other ranks, if the function failed; of the same type where it is a built-in one.
+    """
+    found: list[Any] = [None]
+    with outcome_of_rank_zero():
+        if is_rank_zero():
+            found = [look()]
+    if _distributed_is_initialized():
+        torch.distributed.broadcast_object_list(found, src=0)
+    return cast(_T, found[0])
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from datetime import datetime
 from fsspec import AbstractFileSystem
 
 from lightning.fabric.storage.commit import read_metadata
+from lightning.fabric.storage.load import ARCHIVE
 from lightning.fabric.storage.location import (
     Location,
     display,
@@ -18,6 +19,7 @@ from lightning.fabric.storage.location import (
     list_names,
     locate,
 )
+from lightning.fabric.storage.namespace import METADATA
 from lightning.fabric.storage.replacement import SHARD_FOLDER_PART
 from lightning.fabric.storage.transport import open_reader
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -25,8 +27,6 @@ from lightning.fabric.utilities.types import _PATH
 
 #: What only Lightning puts into a folder of shards.
 _LIGHTNINGS = re.compile(r"meta\.pt|__[0-9a-f]{12}_.+\.distcp")
-#: What an archive of ``torch.save`` starts with.
-_ARCHIVE = b"PK\x03\x04"
 _HPC_NAME = "hpc_ckpt_"
 
 
@@ -58,10 +58,10 @@ def _is_of_another_kind(names: list[str]) -> bool:
 
 def _why_truncated(location: Location) -> str | None:
     with open_reader(location) as file:
-        start = file.read(len(_ARCHIVE))
+        start = file.read(len(ARCHIVE))
         if not start:
             return f"{display(location)} is empty"
-        if start == _ARCHIVE and not zipfile.is_zipfile(file):
+        if start == ARCHIVE and not zipfile.is_zipfile(file):
             return f"{display(location)} is cut off: it has no directory of records at its end"
     return None
 
@@ -82,7 +82,7 @@ def times_of_complete(candidates: Mapping[str, AbstractFileSystem]) -> dict[str,
         location = locate(path)
         if kind(location) == "nothing" or not _is_complete(path):
             continue
-        commit = join(location, ".metadata")
+        commit = join(location, METADATA)
         times[path] = fs.modified(os.fspath(commit if is_file(commit) else location))
     return times
 

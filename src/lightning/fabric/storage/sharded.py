@@ -147,7 +147,7 @@ class ShardWriter(StorageWriter):
                 metadata.storage_data[result.index] = stock._StorageInfo(name, record.offset, record.length)
         if hasattr(stock, "CURRENT_DCP_VERSION"):
             metadata.version = stock.CURRENT_DCP_VERSION
-        commit.describe(metadata, save, commit.meta_name(save) if self._meta is not None else None, records)
+        commit.describe(metadata, commit.meta_name(save) if self._meta is not None else None, records)
         commit.write_metadata(folder, metadata)
         if folder is not self._location:
             replace_by_folder(folder, self._location)

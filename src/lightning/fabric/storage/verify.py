@@ -1,7 +1,4 @@
-"""Checks a checkpoint without loading it: whether it is complete, and every byte of it against its checksums.
-
-What is read goes through memory of at most 256 MiB, whatever the size of the checkpoint.
-"""
+"""Checks a checkpoint without loading it: whether it is complete, and every byte of it against its checksums."""
 
 import dataclasses
 import io
@@ -14,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning.fabric.storage import commit
 from lightning.fabric.storage.checkpoints import find_checkpoint
 from lightning.fabric.storage.checksums import Record
 from lightning.fabric.storage.location import Location, display, join, kind
+from lightning.fabric.storage.namespace import METADATA, STOCK_META
 from lightning.fabric.storage.transport import open_source
 from lightning.fabric.storage.transport.reader import RangedFile, Source
 from lightning.fabric.storage.transport.threads import Crew
@@ -98,7 +95,7 @@ def _is_nothing(location: Location) -> bool:
 
 
 def _check_folder(location: Location, metadata: Metadata, result: Result) -> None:
-    _check_file(join(location, commit.METADATA), result, lambda source: [])  # it has been, when it was read
+    _check_file(join(location, METADATA), result, lambda source: [])  # it has been, when it was read
     infos: dict[str, dict[int, tuple[str, Any]]] = {}  # of each file, with names, by offset
     for index, info in metadata.storage_data.items():
         infos.setdefault(info.relative_path, {})[info.offset] = (index.fqn, info)
@@ -110,7 +107,7 @@ def _check_folder(location: Location, metadata: Metadata, result: Result) -> Non
     result.verdict = "saved without checksums; those of the archives in it (CRC-32) are right"
     for name, of_file in sorted(infos.items()):
         _check_file(join(location, name), result, partial(_check_records, of_file, result))
-    _check_file(join(location, commit.STOCK_META), result, lambda source: _check_archive(source, result))
+    _check_file(join(location, STOCK_META), result, lambda source: _check_archive(source, result))
 
 
 def _check_file(location: Location, result: Result, check: Callable[[Source], Iterable[Wrong]]) -> None:
