@@ -6,6 +6,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning.fabric.storage import location, namespace
+from lightning.fabric.storage.save import save_file
 from tests.servers import Bucket
 from tests.storage import tree  # noqa: F401  # registers the protocol
 
@@ -164,3 +165,10 @@ def test_what_a_client_repeats_of_a_url_with_a_password_is_hidden() -> None:
     told = location.display_about('Invalid bucket name "AKIA:secret@bucket"', "s3://AKIA:secret@bucket/x.ckpt")
     assert told == 'Invalid bucket name "***@bucket"'
     assert location.display_about("no such key", "s3://bucket/x.ckpt") == "no such key"
+
+
+def test_a_password_that_the_client_repeats_does_not_reach_the_error_of_a_save() -> None:
+    url = "s3://AKIA:verysecret@bucket/x.ckpt"  # which is no way to give it to S3
+    with pytest.raises(OSError, match=r"Could not write s3://AKIA:\*\*\*@bucket") as raised:
+        save_file({}, url, {"key": "a", "secret": "b"})
+    assert "verysecret" not in str(raised.value)

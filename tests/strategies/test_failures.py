@@ -102,8 +102,10 @@ def test_a_refused_shard_fails_the_save_on_every_rank_though_another_one_uploads
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk_under_one_rank_fails_the_save_on_every_rank(local: Local, rank: int) -> None:
     path = saved(local)
+    before = local.names(path)
     outcomes = local.run(save_job(path, NEW, full_disk=rank), 2)
     assert_failed_alike(outcomes, f"OSError: Could not save the sharded checkpoint .*rank {rank}: .*File too large")
+    assert local.names(path) == before  # what the other rank has written would keep the disk full
     assert_old_is_whole(local, path)
 
 
@@ -111,8 +113,10 @@ def test_a_full_disk_under_one_rank_fails_the_save_on_every_rank(local: Local, r
 @pytest.mark.parametrize("strategy", ["fsdp", "model_parallel"])
 def test_loop_state_that_cannot_be_pickled_fails_the_save_on_every_rank(place: Local, strategy: str) -> None:
     path = saved(place)
+    before = place.names(path)
     outcomes = place.run(save_job(path, NEW, strategy, unpicklable=True), 2)
     assert_failed_alike(outcomes, "Could not save the sharded checkpoint .*rank 0: .*pickle")
+    assert place.names(path) == before
     assert_old_is_whole(place, path)
 
 
