@@ -1,5 +1,6 @@
 import io
 import os
+import signal
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ from tests.servers import Bucket, Server, ftp_server, s3_server
 
 # gcsfs reads it when it is imported. Otherwise it asks Google over gRPC what kind a bucket is of, for five minutes
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
+# A job in the background of a shell without job control ignores Ctrl-C, and so would all processes of the tests
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("tests.storage.contract", "tests.storage.states")
 

@@ -97,9 +97,10 @@ class Checked:
         wrong = []
         if self.killed.outcomes[point.victim]["signal"] != signal.SIGKILL:
             wrong.append("the rank was not killed")
-        other = self.killed.outcomes[1 - point.victim]["error"]
-        if kind == "sharded" and other is not None and "last.ckpt" not in other:
-            wrong.append(f"the other rank does not tell what it is about: {other}")
+        other = self.killed.outcomes[1 - point.victim]
+        has_raised = other["signal"] is None and other["error"] is not None
+        if kind == "sharded" and has_raised and "last.ckpt" not in other["error"]:
+            wrong.append(f"the other rank does not tell what it is about: {other['error']}")
         if self.found not in allowed:
             wrong.append(f"found {self.found} ({self.error}), and there was {self.killed.left}")
         if self.saved != [NEXT]:
