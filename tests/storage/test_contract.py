@@ -1,20 +1,26 @@
 """The stores that keep the contract."""
 
+import gc
 import shutil
 import sys
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
 from time import sleep
+from typing import Any
 
 import fsspec
 import pytest
+import torch
 from adlfs import AzureBlobFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.implementations.sftp import SFTPFileSystem
 from gcsfs import GCSFileSystem
 from s3fs import S3FileSystem
 
+from lightning.fabric.storage.load import archive
+from lightning.fabric.storage.save import save_file
+from lightning.fabric.storage.transport import fsspec as transport
 from tests.servers import SECRET, USER, Bucket, Fault, Server
 from tests.servers import azure as azurite
 from tests.servers import seaweedfs as weed
@@ -204,6 +210,23 @@ class TestSftp(StorageContract):
         shutil.rmtree(folder)
         folder.mkdir()
         return Store(url, Folder(folder), with_login_as_options(url))
+
+    def test_a_file_that_is_collected_while_the_client_is_at_work_does_not_stop_it_for_ever(
+        self, sftp: tuple[str, Path]
+    ) -> None:
+        url, _ = sftp
+        save_file({"w": torch.ones(2)}, f"{url}/x.ckpt")
+        before = set(transport._open_files)
+        ring: dict[str, Any] = {"file": archive(f"{url}/x.ckpt")}
+        ring["itself"] = ring
+        (key,) = transport._open_files.keys() - before
+        _, fs, opened = transport._open_files[key]
+        del ring
+        with fs.ftp._lock:  # as while a request is being numbered
+            gc.collect()
+        assert not opened.closed
+        save_file({"w": torch.ones(2)}, f"{url}/y.ckpt")
+        assert opened.closed
 
 
 class TestFtp(StorageContract):

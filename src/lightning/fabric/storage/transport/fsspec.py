@@ -5,6 +5,7 @@ import inspect
 import io
 import logging
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,7 @@ def open_writer(fs: AbstractFileSystem, path: str, lean: bool) -> Iterator[Sink]
     if clients and not is_object_store(fs):
         raise ImportError(f"This release of {clients.pop()} is too old to save checkpoints with: upgrade it with pip")
     if not is_object_store(fs):
+        _close_abandoned(fs)
         fs.makedirs(fs._parent(path), exist_ok=True)
         with temporary_beside(path.rpartition("/")[2]) as name:
             temporary = f"{fs._parent(path).rstrip('/')}/{name}"
@@ -65,6 +67,19 @@ def open_writer(fs: AbstractFileSystem, path: str, lean: bool) -> Iterator[Sink]
             _pipe(fs, path, buffer.getvalue())  # getvalue() shares the memory, it does not copy
 
 
+#: Files that are being read, with their file system and who reads. The collector would have one closed that nobody else
+#: holds, perhaps in the midst of its client's own work: paramiko would wait for ever for a lock that it has itself.
+_open_files: dict[int, "tuple[weakref.ref[Source], AbstractFileSystem, Any]"] = {}
+
+
+def _close_abandoned(fs: AbstractFileSystem) -> None:
+    """Closes files that nobody reads any more, where their client is not at work: before it is asked for another."""
+    for key, (source, of, file) in list(_open_files.items()):
+        if of is fs and source() is None:
+            del _open_files[key]
+            file.close()
+
+
 class Source:
     """A file to read ranges of.
 
@@ -74,6 +89,7 @@ class Source:
     """
 
     def __init__(self, fs: AbstractFileSystem, path: str) -> None:
+        _close_abandoned(fs)
         self._fs = fs
         self._path = path
         #: Whether ranges can be read from many threads at a time.
@@ -89,6 +105,7 @@ class Source:
         self.size = int(self._info["size"])
         if not self.parallel:
             self._file = fs.open(path, "rb")
+            _open_files[id(self._file)] = (weakref.ref(self), fs, self._file)
 
     def read_into(self, start: int, view: memoryview) -> None:
         """Fills ``view`` with the bytes from ``start`` on.
@@ -127,6 +144,7 @@ class Source:
         """Closes the file, where one was opened."""
         if self._file is not None:
             self._file.close()
+            _open_files.pop(id(self._file), None)
 
 
 def _whole_website(fs: Any, path: str) -> memoryview | None:

@@ -171,6 +171,12 @@ class RangedFile(io.RawIOBase):
         done.set_result(self._fetch(start, stop))
         return done
 
+    def __del__(self) -> None:
+        """Does not close the file, unlike that of other files.
+
+        The collector may call this in the midst of a client's own work, whose lock closing would wait for.
+        """
+
     @override
     def close(self) -> None:
         self._ahead.clear()
