@@ -19,7 +19,9 @@ from botocore.exceptions import ClientError
 
 from lightning.fabric.storage import transport
 from lightning.fabric.storage.load import load_file
+from lightning.fabric.storage.location import locate
 from lightning.fabric.storage.save import save_file
+from lightning.fabric.storage.stats import SaveReport, reporting
 from lightning.fabric.storage.transport import multipart, retry
 from lightning.fabric.storage.transport.sink import PieceSink, Sink
 from tests.servers import SECRET, Bucket, Fault
@@ -101,6 +103,16 @@ def test_what_fails_for_a_moment_is_tried_again(bucket: Bucket, refused: str) ->
     assert failures > 2
     assert torch.equal(load_file(f"{bucket.url}/x")["w"], state["w"])
     assert bucket.unfinished_uploads() == []
+
+
+def test_a_save_counts_what_was_tried_again_where_the_client_tells(bucket: Bucket, engine: str) -> None:
+    answers = [503, 503]
+    report = SaveReport(locate(f"{bucket.url}/x"))
+    rule = bucket.refusing(lambda _, path: answers.pop() if "partNumber=2" in path and answers else None)
+    with rule, reporting(report):
+        save_file(LARGE, f"{bucket.url}/x")
+    assert answers == []
+    assert report.line().endswith({"s3fs": "at least 2 retries", "obstore": "retries not known"}[engine])
 
 
 def test_a_store_that_stays_out_of_order_is_an_error_that_tells_how_often_it_was_asked(

@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from lightning.fabric.storage.location import locate
-from lightning.fabric.storage.stats import timed
+from lightning.fabric.storage.stats import reported, stages
 from lightning.fabric.storage.transport import open_writer
 from lightning.fabric.storage.transport.sink import Sink
 
@@ -29,10 +29,9 @@ def save_file(obj: Any, path: str | os.PathLike[str], options: Mapping[str, Any]
             one for common reasons, such as ``PermissionError``.
     """
     location = locate(path, options)
-    with timed("Saved", location) as transfer:
-        with open_writer(location) as file:
-            write_object(obj, file)
-        transfer.size = file.tell()
+    with reported(location), stages("upload") as enter_stage, open_writer(location) as file:
+        write_object(obj, file)
+        enter_stage("commit")
 
 
 def write_object(obj: Any, file: Sink) -> None:

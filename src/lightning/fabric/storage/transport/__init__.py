@@ -10,7 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
-from lightning.fabric.storage.location import Location, display, display_about, filesystem, has_folders, kind_of
+from lightning.fabric.storage.location import (
+    Location,
+    display,
+    display_about,
+    filesystem,
+    has_folders,
+    is_object_store,
+    kind_of,
+)
+from lightning.fabric.storage.stats import leave_retries_untold, writing
 from lightning.fabric.storage.transport import fsspec, local, multipart, obstore, obstore_reader, s3
 from lightning.fabric.storage.transport.reader import RangedFile, Source
 from lightning.fabric.storage.transport.retry import attempts_of, chain, retrying, status_of
@@ -47,7 +56,7 @@ def open_writer(location: Location, lean: bool = False) -> Iterator[Sink]:
     """
     sink = callers = None
     try:
-        with _writer(location, lean) as sink:
+        with _writer(location, lean) as sink, writing(sink):
             try:
                 yield sink
             except Exception as error:
@@ -72,6 +81,8 @@ def _writer(location: Location, lean: bool) -> AbstractContextManager[Sink]:
     if not has_folders(fs) and "/" not in path.strip("/"):
         raise ValueError(f"{display(location)} is a bucket, and not a place in one")
     smallest_part = multipart.SMALLEST_LEAN_PART if lean else multipart.SMALLEST_PART
+    if is_object_store(fs):
+        leave_retries_untold()
     native = native_store(fs, path)
     if native is not None:
         return obstore.open_writer(fs, path, *native, smallest_part)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 from lightning.fabric.storage.location import display
+from lightning.fabric.storage.stats import count_retry
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Retry:
             count = f", tried {self._attempts} times in {elapsed:.1f} s" if self._attempts > 1 else ""
             error.__dict__["_attempts"] = self._what + count
             raise error
+        count_retry()
         reason = display(f"{type(error).__name__}: {error}")
         log.log(
             logging.WARNING if self._attempts == 1 else logging.DEBUG,

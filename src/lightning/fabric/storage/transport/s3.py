@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsspec import AbstractFileSystem
 
+from lightning.fabric.storage.stats import count_retry
 from lightning.fabric.storage.transport.calls import Call
 from lightning.fabric.storage.transport.multipart import (
     ABORT_S,
@@ -154,8 +155,12 @@ class _Upload:
         what = "".join(word.title() for word in method.split("_"))
         if "PartNumber" in arguments:
             what += f" {arguments['PartNumber']}"
-        call = retrying_async(self._what(what), lambda: self._fs._call_s3(method, **self._object, **arguments))
-        return Call(self._fs, call)
+        return Call(self._fs, retrying_async(self._what(what), lambda: self._request(method, **arguments)))
+
+    async def _request(self, method: str, **arguments: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = await self._fs._call_s3(method, **self._object, **arguments)
+        count_retry(answer["ResponseMetadata"].get("RetryAttempts", 0))  # botocore's own
+        return answer
 
     def _what(self, operation: str) -> str:
         return f"{operation} of s3://{self._path}"
