@@ -33,7 +33,7 @@ class RecordWriter:
         """
         if isinstance(data, io.BytesIO):
             return self._write_bytes(data.getbuffer())
-        if _is_plain(data):
+        if is_plain(data):
             return self._write_tensor(data.detach())
         return self.write_object(data.detach().cpu())
 
@@ -83,10 +83,11 @@ class _Checked(Sink):
         return cast(int, self._file.write(data))
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is no more than its values, one after the other in memory."""
     is_own_class = type(tensor.detach()) is Tensor and not tensor.is_conj() and not tensor.is_neg()
-    return is_own_class and tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+    is_strided = tensor.layout == torch.strided and not tensor.is_nested
+    return is_own_class and is_strided and not tensor.is_quantized and tensor.device.type != "meta"
 
 
 def _host_pieces(tensor: Tensor) -> Iterator[memoryview]:

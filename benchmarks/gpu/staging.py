@@ -1,0 +1,187 @@
+"""Measures how a state is copied from a CUDA device to the host while training goes on.
+
+``python benchmarks/gpu/staging.py`` prints one line of JSON, or says that there is no device. Medians of several runs:
+
+- the rate of copies, beside that of one large copy into torch's own pinned memory, which is what the bus gives;
+- how long the CPU is kept from training by one, and how much memory of the device it takes;
+- how much longer an interval of steps of a model with FSDP takes if its shard is copied at the beginning.
+"""
+
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning.fabric.storage.staging import Staged, Staging
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of states, in MiB, and how often things are done."""
+
+    large: tuple[int, ...] = (2048, 1024, 1024)
+    small_count: int = 2000
+    small_kib: int = 1024
+    layers: int = 24
+    width: int = 4096
+    batch: int = 4096
+    steps: int = 20
+    runs: int = 5
+
+
+def measure(device: str, sizes: Sizes) -> dict[str, Any]:
+    """Returns the figures by name; on a CPU, for which these say little, those of the device's memory are missing."""
+    figures: dict[str, Any] = {"device": torch.cuda.get_device_name() if device == "cuda" else device}
+    figures["bus_gib_per_s"] = bus_rate(device, sizes)
+    figures |= copies(device, sizes)
+    with process_group(device):
+        figures |= training(device, sizes)
+    return figures
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def bus_rate(device: str, sizes: Sizes) -> float:
+    source = torch.ones(sizes.large[0] * MIB, dtype=torch.uint8, device=device)
+    target = torch.zeros(source.shape, dtype=torch.uint8, pin_memory=device == "cuda")
+    seconds = []
+    for _ in range(sizes.runs + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return source.nbytes / 2**30 / statistics.median(seconds[1:])
+
+
+def copies(device: str, sizes: Sizes) -> dict[str, float]:
+    state = {
+        "large": [torch.ones(size * MIB // 4, device=device) for size in sizes.large],
+        "small": [torch.ones(sizes.small_kib * 256, device=device) for _ in range(sizes.small_count)],
+    }
+    staging = Staging()
+    blocked, rates, grown = [], [], []
+    for _ in range(sizes.runs + 1):
+        synchronize(device)
+        before = peak(device, reset=True)
+        start = time.perf_counter()
+        staged = staging.stage_object(state)
+        blocked.append(time.perf_counter() - start)
+        staged.wait()
+        rates.append(staged.size / 2**30 / (time.perf_counter() - start))
+        grown.append((peak(device) - before) / MIB)
+        staged.release()
+    figures = {
+        "copied_gib": staged.size / 2**30,
+        "first_copy_seconds_of_the_cpu": blocked[0],
+        "copy_seconds_of_the_cpu": statistics.median(blocked[1:]),
+        "copy_gib_per_s": statistics.median(rates[1:]),
+    }
+    return figures | ({"device_memory_mib": max(grown)} if device == "cuda" else {})
+
+
+def peak(device: str, reset: bool = False) -> int:
+    """Bytes of the device's memory that were most in use since the last reset."""
+    if device != "cuda":
+        return 0
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.max_memory_allocated()
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[None]:
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def training(device: str, sizes: Sizes) -> dict[str, float]:
+    """How long an interval of steps takes with and without a copy, which another thread uses and releases."""
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(sizes.width, sizes.width, device=device) for _ in range(sizes.layers))
+    )
+    mesh = init_device_mesh(device, (1,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
+    batch = torch.randn(sizes.batch, sizes.width, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    step()
+    staging = Staging()
+    staging.warm(sum(tensor.nbytes for tensor in shard(model, optimizer)), pinned=device == "cuda")
+    with_copy, without, blocked = [], [], []
+    for _ in range(sizes.runs + 1):
+        without.append(interval(device, sizes, step))
+        users: list[threading.Thread] = []
+
+        def stage(users: list[threading.Thread] = users) -> None:
+            start = time.perf_counter()
+            staged = staging.stage_tensors(shard(model, optimizer), optimizer.state_dict()["param_groups"])
+            blocked.append(time.perf_counter() - start)
+            users.append(threading.Thread(target=use, args=[staged]))
+            users[0].start()
+
+        with_copy.append(interval(device, sizes, step, stage))
+        users[0].join()
+    return {
+        "shard_gib": sum(tensor.nbytes for tensor in shard(model, optimizer)) / 2**30,
+        "steps": sizes.steps,
+        "steps_seconds": statistics.median(without[1:]),
+        "steps_with_a_copy_seconds": statistics.median(with_copy[1:]),
+        "shard_copy_seconds_of_the_cpu": statistics.median(blocked[1:]),
+    }
+
+
+def shard(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What this rank has of the parameters and of the optimizer's state."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *states)]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def interval(device: str, sizes: Sizes, step: Callable[[], None], at_first: Callable[[], None] | None = None) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    if at_first is not None:
+        at_first()
+    for _ in range(sizes.steps):
+        step()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def use(staged: Staged) -> None:
+    staged.wait()
+    staged.release()
+
+
+if __name__ == "__main__":
+    if torch.cuda.is_available():
+        print(json.dumps(measure("cuda", Sizes())))
+    else:
+        print("Skipped: this needs a CUDA device.", file=sys.stderr)
