@@ -20,7 +20,7 @@ PLOT_STAMP := $(BENCH)/plot/plot-$(call checksum,requirements/plot.txt)
 # Lightning is a package that is installed, and so are our modules inside it: mypy finds them by name.
 OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' | LC_ALL=C sort)
 
-.PHONY: setup test test-azure lint demo bench bench-files bench-sharded dev clean
+.PHONY: setup test test-azure lint demo bench bench-files bench-sharded bench-scale dev clean
 .DELETE_ON_ERROR:
 
 setup: $(FORK_STAMP)
@@ -62,6 +62,14 @@ bench-files bench-sharded: bench-%: setup $(STOCK_STAMPS) $(PLOT_STAMP)
 	  $(RELEASES:%=--beside $(BENCH)/%/bin/python)
 	$(BIN)/python benchmarks/report.py $(BENCH)/$*.json docs/benchmarks.md
 	$(BENCH)/plot/bin/python benchmarks/plot.py $(BENCH)/$*.json $(PICTURE)
+
+# What saves of large jobs would take; about half an hour, most of it for the plans of 1,024 ranks.
+bench-scale: setup $(BENCH)/upstream/stock-$(call checksum,requirements) $(PLOT_STAMP)
+	$(BIN)/python benchmarks/scale/planning.py benchmarks/scale/measured/planning.json
+	$(BIN)/python benchmarks/scale/validate.py benchmarks/scale/measured/validation.json \
+	  --beside $(BENCH)/upstream/bin/python
+	$(BIN)/python benchmarks/scale/scenarios.py $(BENCH)/scale.json --page docs/scale.md
+	$(BENCH)/plot/bin/python benchmarks/scale/draw.py $(BENCH)/scale.json docs/scale.svg
 
 # Both distributions in .venv from linked sources, until a change of the sources makes `make setup` install wheels again.
 dev: setup

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from shutil import rmtree
@@ -26,6 +27,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy as TrainerStrateg
 #: Whether the Lightning that is measured saves shards to URLs; else ``stock_shards.py`` does it.
 TAKES_URLS = importlib.util.find_spec("lightning.fabric.storage") is not None
 KIB = 1 << 10
+#: Of one process in the background: what its stall takes varies.
+SAVES = 5
 REST = {"steps": 1}
 
 
@@ -126,15 +129,18 @@ class Training:
         strategy: ``"fsdp2"`` or ``"fsdp1"``.
         model: It is sharded here.
         with_optimizer: Whether there is an optimizer.
+        plugins: For Fabric.
     """
 
-    def __init__(self, strategy: str, model: torch.nn.Module, with_optimizer: bool) -> None:
+    def __init__(
+        self, strategy: str, model: torch.nn.Module, with_optimizer: bool, plugins: list[Any] | None = None
+    ) -> None:
         how: Any
         if strategy == "fsdp1":
             how = CPUStrategy(state_dict_type="sharded")
         else:
             how = ModelParallelStrategy(shard, data_parallel_size=RANKS, tensor_parallel_size=1)
-        self._fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=how)
+        self._fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=how, plugins=plugins)
         self._fabric.launch()
         if strategy == "fsdp1":  # stock Lightning would pass a device that torch refuses
             policy = ModuleWrapPolicy({Layer})
@@ -173,10 +179,15 @@ def timed(watcher: Watcher, call: Callable[[], None]) -> dict[str, float]:
     before = watcher.level()
     with watcher.watching() as peak, Clock() as clock:
         call()
-    ranks: list[Any] = [None] * RANKS
-    dist.all_gather_object(ranks, (clock.wall, clock.cpu, peak.bytes - before))
-    wall, cpu, memory = zip(*ranks, strict=True)
+    wall, cpu, memory = zip(*of_ranks((clock.wall, clock.cpu, peak.bytes - before)), strict=True)
     return {"wall_s": max(wall), "cpu_s": sum(cpu), "memory_mib": max(memory) / MIB}
+
+
+def of_ranks(own: Any) -> list[Any]:
+    """What each rank has; a collective call."""
+    ranks: list[Any] = [None] * RANKS
+    dist.all_gather_object(ranks, own)
+    return ranks
 
 
 def warm_up(url: str, strategy: str = "fsdp2", load: bool = False) -> None:
@@ -195,6 +206,30 @@ def save_shards(url: str, strategy: str, mib: int) -> dict[str, float]:
     training.pieces.fill()
     result = timed(watcher, lambda: training.save(url))
     return {**result, "cpu_s_per_gib": result["cpu_s"] / (RANKS * mib / 1024)}
+
+
+def save_in_background(url: str, strategy: str, mib: int) -> dict[str, float]:
+    """Saves a model and its optimizer with ``AsyncCheckpointIO``; medians of several saves, with the memory there."""
+    from lightning.fabric.plugins import AsyncCheckpointIO  # stock Lightning has none for Fabric
+
+    watcher = Watcher()
+    warm_up(url, strategy)
+    plugin = AsyncCheckpointIO()
+    training = Training(strategy, one_huge(mib), with_optimizer=True, plugins=[plugin])
+    training.pieces.fill()
+    training.save(f"{url}.first")
+    plugin.drain()
+    results = []
+    for number in range(SAVES):
+        stall = Clock()
+
+        def save(place: str = f"{url}.{number}", stall: Clock = stall) -> None:
+            with stall:
+                training.save(place)
+            plugin.drain()
+
+        results.append({**timed(watcher, save), "stall_s": max(of_ranks(stall.wall))})
+    return {key: statistics.median(result[key] for result in results) for key in results[0]}
 
 
 def load_shards(url: str, strategy: str, mib: int) -> dict[str, float]:
@@ -301,5 +336,7 @@ def save_shards_by_trainer(url: str, mib: int) -> dict[str, float]:
 
 MEASUREMENTS: dict[str, Callable[..., dict[str, float]]] = {
     function.__name__: function
-    for function in (save_shards, load_shards, save_small, load_small, shards_on_disk, save_shards_by_trainer)
-}
+    for function in (
+        save_shards, save_in_background, load_shards, save_small, load_small, shards_on_disk, save_shards_by_trainer
+    )
+}  # fmt: skip

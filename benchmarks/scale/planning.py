@@ -1,0 +1,221 @@
+"""Measures what planning a sharded save and its metadata cost, for many simulated ranks in one process.
+
+Run it with ``.venv/bin/python benchmarks/scale/planning.py RESULTS [--ranks N ...]``: the plans are torch's own (see
+``plans.py``), and our writer does with them what rank zero would do. Each step is measured in processor time of the
+thread that does it, so that other work on the machine adds little. 1,024 ranks take 7 minutes and 4 GiB of memory.
+"""
+
+import argparse
+import gc
+import io
+import json
+import multiprocessing
+import pickle
+import platform
+import resource
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import plans
+import torch
+from tables import of_planning
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.planner import WriteItem
+
+from lightning.fabric.storage.plans import Plans, Shard
+from lightning.fabric.storage.sharded import ShardWriter
+
+TICK_S = 0.001
+LAYERS = 32
+
+
+class Ticker:
+    """Another thread, which wants to run once a millisecond, and sees for how long the one that works keeps the GIL.
+
+    A hold is counted in the processor time of the working thread, so that other processes do not add to it.
+    """
+
+    def __init__(self) -> None:
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._wanted = threading.Event()
+        self.longest = 0.0
+
+    def __enter__(self) -> "Ticker":
+        self._thread = threading.Thread(target=self._tick)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._wanted.set()
+        self._thread.join()
+
+    def _tick(self) -> None:
+        before = time.clock_gettime(self._clock)
+        while not self._wanted.is_set():
+            time.sleep(TICK_S)
+            now = time.clock_gettime(self._clock)
+            self.longest = max(self.longest, now - before)
+            before = now
+
+
+class Collections:
+    """How long Python's garbage collections took."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
+
+    def __enter__(self) -> "Collections":
+        gc.callbacks.append(self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            self._started = time.thread_time()
+        else:
+            self.seconds += time.thread_time() - self._started
+
+
+class Steps:
+    """What was measured of each step, by name."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, dict[str, float]] = {}
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        gc.collect()
+        with Collections() as collections, Ticker() as ticker:
+            start = time.thread_time()
+            yield
+            seconds = time.thread_time() - start
+        self.steps[name] = {"cpu_s": seconds, "hold_s": ticker.longest, "collecting_s": collections.seconds}
+
+
+class Crowd:
+    """A meeting of many ranks, of which only rank zero is there: it speaks for the others.
+
+    It takes the place of :class:`~lightning.fabric.storage.meeting.Meeting`. What every rank says and is answered is
+    pickled and unpickled, as it would be, and what rank zero does with it is measured.
+
+    Args:
+        world: How many ranks.
+        steps: Where to.
+    """
+
+    rank, is_coordinator = 0, True
+
+    def __init__(self, world: int, steps: Steps) -> None:
+        self.world_size = world
+        self.joined: list[SavePlan] = []
+        #: Of each step, the largest thing that a rank says, and that it is answered; pickled.
+        self.sizes: dict[str, int] = {}
+        self._steps = steps
+        self._silent = 0
+
+    def hold(self, what: str, mine: Callable[[], Any], decide: Callable[[list[Any]], list[Any]]) -> Any:
+        own = mine()
+        name = self._name(own)
+        sent = [pickle.dumps(one) for one in self._all(own)]
+        self.sizes[f"{name}: said"] = max(map(len, sent))
+        with self._steps.step(f"{name}: unpickle what is said"):
+            said = [pickle.loads(one) for one in sent]
+        del sent
+        with self._steps.step(name):
+            answers = decide(said)
+        with self._steps.step(f"{name}: pickle the answers"):
+            back = [pickle.dumps(one) for one in answers]
+        self.sizes[f"{name}: answered"] = max(map(len, back))
+        if isinstance(own, SavePlan):
+            self.joined = answers
+        return answers[0]
+
+    def _name(self, own: Any) -> str:
+        if own is None:
+            self._silent += 1
+            return "assign" if self._silent == 1 else "commit"
+        return {SavePlan: "join", list: "collect"}.get(type(own), "compare")
+
+    def _all(self, own: Any) -> Iterator[Any]:
+        """What each rank says, given what rank zero does."""
+        yield own
+        for rank in range(1, self.world_size):
+            if isinstance(own, SavePlan):
+                yield plans.moved(own, rank)
+            elif isinstance(own, list):
+                yield plans.results(self.joined[rank], rank)
+            else:
+                yield own
+        if isinstance(own, list):
+            self.joined = []
+
+
+def save(world: int, folder: Path) -> tuple[Steps, dict[str, int]]:
+    """Saves twice; the plans of the second time are those of the first. Only rank zero writes, and small tensors."""
+    first, second = Steps(), Steps()
+    agreed, crowd = Plans(), Crowd(world, first)
+    with plans.rank_of(world, 0) as mesh:
+        state = plans.state(LAYERS, mesh)
+        with first.step("every rank: plan"):
+            shard = Shard.of(state, {"epoch": 1}, crowd)
+        with first.step("every rank: digest"):
+            pickle.dumps(shard.plan)
+    plans.check(LAYERS, world, shard.plan)
+    shard = replace(shard, resolve=_small)
+    ShardWriter(folder / "x.ckpt", crowd).save(lambda: shard, agreed)
+    sizes = {**crowd.sizes, "metadata": (folder / "x.ckpt" / ".metadata").stat().st_size}
+    agreed.agree(lambda: shard.plan, Crowd(world, second))
+    first.steps |= {f"again: {name}": step for name, step in second.steps.items()}
+    _plan_as_torch(world, shard.plan, first)
+    return first, sizes
+
+
+def _small(item: WriteItem) -> torch.Tensor | io.BytesIO:
+    return io.BytesIO(b"x") if item.tensor_data is None else torch.zeros(1)
+
+
+def _plan_as_torch(world: int, plan: SavePlan, steps: Steps) -> None:
+    """What torch's own planner takes for the same, which stock Lightning uses."""
+    all_plans = [pickle.loads(pickle.dumps(plans.moved(plan, rank))) for rank in range(world)]
+    with steps.step("torch: join"):
+        DefaultSavePlanner().create_global_plan(all_plans)
+
+
+def measure(world: int) -> dict[str, Any]:
+    """What a save of so many ranks costs; takes a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        steps, sizes = save(world, Path(folder))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"ranks": world, "steps": steps.steps, "bytes": {**sizes, "peak memory": peak}}
+
+
+def main() -> None:
+    """Measures each number of ranks in a process of its own, prints a table, and keeps the results as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", type=Path, help="where to write them, as JSON")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024], help="powers of two, up to 1024")
+    options = parser.parse_args()
+    measured = []
+    for ranks in options.ranks:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+            measured.append(pool.submit(measure, ranks).result())
+    print(of_planning(measured))
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    options.results.write_text(json.dumps({"versions": versions, "planning": measured}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
