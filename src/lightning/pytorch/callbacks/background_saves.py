@@ -1,0 +1,238 @@
+"""What the Trainer and ModelCheckpoint do about saves that go on in the background.
+
+On each rank a ModelCheckpoint decides by its fields whether to save, and some of these decisions are collective. In a
+distributed job the fields must therefore be the same on all ranks, while only some of them know what became of a save.
+So a save that failed is taken back out of the fields when all ranks are at the same place: before the next save, and at
+the end of training. A single process takes it back as soon as it hears of it.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from weakref import proxy
+
+from lightning.fabric.storage import background
+from lightning.fabric.storage.engine import engine_of
+from lightning.fabric.storage.location import display
+from lightning.fabric.storage.ranks import outcome_of_rank_zero
+from lightning.pytorch.callbacks.checkpoint_history import History, Record, changes_since, paths_in, undo
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
+
+log = logging.getLogger(__name__)
+
+_HISTORY = "_history_of_saves"
+
+
+def _history(callback: "ModelCheckpoint") -> History:
+    history: History = vars(callback).setdefault(_HISTORY, History())
+    return history
+
+
+def _pending(callback: "ModelCheckpoint") -> dict[int, Record]:
+    return _history(callback).pending if _HISTORY in vars(callback) else {}
+
+
+def _saves_in_background(trainer: "Trainer") -> bool:
+    return engine_of(trainer.strategy.checkpoint_io) is not None
+
+
+def begin(callback: "ModelCheckpoint", trainer: "Trainer") -> None:
+    """To be called before ``callback`` changes its fields for a save; a collective call."""
+    if _saves_in_background(trainer):
+        _agree(callback, trainer)
+        _history(callback).begin(callback)
+
+
+@contextmanager
+def saving(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> Iterator[Record]:
+    """For a body that saves to ``path``; the target is what :func:`remember` takes."""
+    record = Record(path, {})
+    if not _saves_in_background(trainer):
+        yield record
+        return
+    history = _history(callback)
+    if history.before is None:
+        history.begin(callback)
+    history.number += 1
+    history.is_saving = True
+    try:
+        with background.watching() as record.saves:
+            yield record
+    except BaseException:
+        history.is_saving = False
+        record.failed = True
+        _append(callback, trainer, record)
+        raise
+    history.is_saving = False
+
+
+def remember(callback: "ModelCheckpoint", trainer: "Trainer", record: Record) -> None:
+    """To be called after a save: lets the loggers know of it, once it is durable."""
+    saves = record.saves
+    if not saves:
+        _notify_loggers(callback, trainer)
+    if _saves_in_background(trainer):
+        if saves:
+            saves[-1].when_settled(lambda _: _settled(callback, trainer, record))
+        _append(callback, trainer, record)
+
+
+def _append(callback: "ModelCheckpoint", trainer: "Trainer", record: Record) -> None:
+    history = _history(callback)
+    if history.before is not None:
+        record.changes = changes_since(history.before, callback)
+    history.before = None
+    history.pending[history.number] = history.last = record
+    if trainer.world_size == 1:
+        _agree(callback, trainer)
+
+
+def _settled(callback: "ModelCheckpoint", trainer: "Trainer", record: Record) -> None:
+    if record.is_durable:
+        _finish(callback, trainer, record)
+        _notify_loggers(callback, trainer)
+    if trainer.world_size == 1 and not _history(callback).is_saving:
+        _agree(callback, trainer)
+
+
+def _notify_loggers(callback: "ModelCheckpoint", trainer: "Trainer") -> None:
+    if trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.after_save_checkpoint(proxy(callback))
+
+
+def _agree(callback: "ModelCheckpoint", trainer: "Trainer") -> None:
+    """Takes back what failed according to rank zero; a collective call."""
+    if _pending(callback):
+        _apply(callback, trainer, trainer.strategy.broadcast(_history(callback).outcomes()))
+
+
+def _apply(callback: "ModelCheckpoint", trainer: "Trainer", outcomes: dict[int, bool]) -> None:
+    history = _history(callback)
+    for number, is_durable in outcomes.items():
+        if is_durable:
+            record = history.pending.pop(number)
+            record.outcome = True
+            _finish(callback, trainer, record)
+        else:
+            _remove_now(callback, trainer, undo(callback, history, number))
+
+
+def _finish(callback: "ModelCheckpoint", trainer: "Trainer", record: Record) -> None:
+    """Does what was put off until a save is durable, unless that is done."""
+    if record.link and not record.is_linked and trainer.is_global_zero:
+        _link(record.path, record.link)
+    record.is_linked = True
+    removals, record.removals = record.removals, []
+    _remove_now(callback, trainer, removals)
+
+
+def _remove_now(callback: "ModelCheckpoint", trainer: "Trainer", paths: list[str]) -> None:
+    """Removes what has been replaced by what is durable, whatever becomes of the saves that are on their way."""
+    in_use = paths_in(callback)  # again, by a later save to the same path
+    saves = {record.path: record for record in _pending(callback).values()}
+    with background.unconditionally():
+        for path in paths:
+            if path in saves and path not in in_use:
+                saves[path].removals.append(path)
+            elif path not in in_use:
+                trainer.strategy.remove_checkpoint(path)
+
+
+def _link(path: str, link: str) -> None:
+    """Makes ``link`` lead to ``path``; there is no moment at which it leads to nothing."""
+    if os.path.abspath(path) == os.path.abspath(link):
+        return
+    if os.path.isdir(link) and not os.path.islink(link):
+        shutil.rmtree(link)  # a sharded checkpoint, which cannot be replaced by a link at once
+    beside = f"{link}.{os.getpid()}"
+    try:
+        os.symlink(os.path.relpath(path, os.path.dirname(link)), beside)
+    except OSError:  # of a file system that has no links
+        shutil.copy(path, beside)
+    os.replace(beside, link)
+
+
+def link(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> None:
+    """Makes a link at ``path`` that leads to the last checkpoint, once that is durable; a collective call."""
+    target = callback._last_checkpoint_saved
+    last = next((record for record in reversed(_pending(callback).values()) if record.path == target), None)
+    if _HISTORY in vars(callback):
+        _history(callback).last = last
+    if last is None:
+        callback._link_checkpoint(trainer, target, path)
+        return
+    history = _history(callback)
+    last.link = path
+    if history.before is not None:
+        for key, (before, after) in changes_since(history.before, callback).items():
+            first, _ = last.changes.get(key, (before, after))
+            last.changes[key] = (first, after)
+    history.before = None
+
+
+def remove(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> None:
+    """Removes a checkpoint, after the save that replaces it.
+
+    That is what the queue in the background does, but for what a link may lead to, which has to be renewed before.
+    """
+    last = _history(callback).last if _saves_in_background(trainer) and callback.save_last == "link" else None
+    if last is None or last.outcome:
+        trainer.strategy.remove_checkpoint(path)
+    elif last.outcome is None:
+        last.removals.append(path)
+
+
+def will_exist(callback: "ModelCheckpoint", path: str) -> bool:
+    """Whether there is a file or folder at ``path``, when all saves and removals have succeeded."""
+    answer = background.will_exist(path)
+    return bool(callback._fs.exists(path)) if answer is None else answer
+
+
+def drain(trainer: "Trainer") -> None:
+    """Waits until all that is on its way is durable; a collective call.
+
+    Raises:
+        OSError: A checkpoint could not be saved; or whatever else the reason was. Every rank raises it.
+    """
+    if not _saves_in_background(trainer):
+        return
+    failed: Exception | None = None
+    try:
+        background.drain()
+    except Exception as error:
+        failed = error
+    for callback in _with_history(trainer):
+        _agree(callback, trainer)
+    with outcome_of_rank_zero():
+        if failed is not None:
+            raise failed
+
+
+def drain_and_log() -> None:
+    """Waits as :func:`drain` does, where something else has to be done whatever happens: what failed is logged."""
+    try:
+        background.drain()
+    except Exception as error:
+        log.error(f"A checkpoint was not saved: {type(error).__name__}: {display(str(error))}")
+
+
+def drain_on_exception(trainer: "Trainer") -> None:
+    """Waits as :func:`drain_and_log` does; not a collective call, for other ranks may be elsewhere."""
+    drain_and_log()
+    for callback in _with_history(trainer):
+        history = _history(callback)
+        # a rank that only waited for others cannot know, and what has been given up is not there
+        outcomes = {number: record.is_durable for number, record in history.pending.items()}
+        _apply(callback, trainer, outcomes)
+        history.before = None
+
+
+def _with_history(trainer: "Trainer") -> "list[ModelCheckpoint]":
+    return [callback for callback in trainer.checkpoint_callbacks if _HISTORY in vars(callback)]  # type: ignore[misc]

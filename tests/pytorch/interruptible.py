@@ -1,0 +1,159 @@
+"""Training runs in processes of their own, which a test sends signals.
+
+``python -m tests.pytorch.interruptible`` imports everything once. For each line of JSON it forks a process for a job,
+and tells its id; for an id that it reads, it waits for the end of that process and tells its exit status.
+"""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning.fabric.utilities.cloud_io import _is_object_storage
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from tests.pytorch.background_runs import PATIENCE_S, HeldIO, Model, Pace, make_trainer
+
+Job = dict[str, Any]
+
+
+class Processes:
+    """Starts jobs. What they print is in ``output.txt`` in their folders."""
+
+    def __init__(self, server: "subprocess.Popen[str]") -> None:
+        self._server = server
+
+    def start(self, task: str, folder: Path, **job: Any) -> int:
+        return int(self._ask(json.dumps({"task": task, "folder": str(folder), **job})))
+
+    def wait(self, pid: int) -> int:
+        """The exit status, negative for a signal."""
+        return int(self._ask(str(pid)))
+
+    def _ask(self, line: str) -> str:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(line + "\n")
+        self._server.stdin.flush()
+        return self._server.stdout.readline()
+
+
+@contextmanager
+def running() -> Iterator[Processes]:
+    """Starts the process that forks, and ends it with all that it has forked."""
+    command = [sys.executable, "-m", __name__]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        command,
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield Processes(server)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.communicate()
+
+
+def wait_for_file(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"there is no {path}"
+        time.sleep(0.01)
+
+
+def until_signalled(job: Job) -> None:
+    """Saves at the second step, and then waits for a signal.
+
+    The first save goes on when there is a file ``release``, the others when there is one ``release all``.
+    """
+    folder = Path(job["folder"])
+    io = HeldIO(job["failing"])
+
+    def release() -> None:
+        wait_for_file(folder / "release")
+        io.release(1)
+        wait_for_file(folder / "release all")
+        io.release()
+
+    threading.Thread(target=release, daemon=True).start()
+
+    def act(step: int) -> None:
+        if step == 2:
+            io.wait_for_begin(1)
+            (folder / "waiting").touch()
+            deadline = time.monotonic() + PATIENCE_S
+            while not trainer.received_sigterm and not (folder / "requeued").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+    checkpoint = ModelCheckpoint(dirpath=folder, every_n_train_steps=2)
+    trainer = make_trainer(AsyncCheckpointIO(io, **job["options"]), folder, checkpoint)
+    trainer.fit(Model([4.0, 3.0, 2.0, 1.0], act))
+
+
+def rank(job: Job) -> None:
+    """Trains in two processes, and writes what ModelCheckpoint knows at each step and at the end."""
+    number = int(os.environ["LOCAL_RANK"])
+    folder = Path(job["folder"])
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=2)
+    io = HeldIO(job["failing"])
+    known: list[Any] = []
+
+    def look() -> None:
+        scores = {path: score.item() for path, score in checkpoint.best_k_models.items()}
+        fields = {name: value for name, value in vars(checkpoint).items() if isinstance(value, str | int)}
+        known.append([scores, fields])
+
+    checkpoint = ModelCheckpoint(folder / "kept", **{"every_n_train_steps": 1, **job["checkpoint"]})
+    plugin = AsyncCheckpointIO(io, max_in_flight=2, **job["options"])
+    options = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    trainer = make_trainer(plugin, folder, checkpoint, Pace(io, job["lag"], look, job["late"]), **options)
+    try:
+        trainer.fit(Model(job["scores"]))
+    finally:
+        look()
+        (folder / f"rank-{number}.json").write_text(json.dumps(known))
+
+
+def _serve() -> None:
+    _is_object_storage(LocalFileSystem())  # which imports what is installed for object stores
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if isinstance(asked, int):
+            _, status = os.waitpid(asked, 0)
+            print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            _run(asked)
+            return
+        print(pid, flush=True)
+
+
+def _run(job: Job) -> None:
+    output = os.open(Path(job["folder"]) / job.get("output", "output.txt"), os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.environ.update(job.get("environment", {}))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    getattr(importlib.import_module("tests.pytorch.interruptible"), job["task"])(job)
+
+
+if __name__ == "__main__":
+    _serve()
