@@ -4,6 +4,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.storage import checkpoints
 from lightning.fabric.storage.location import join, locate
 from lightning.fabric.storage.save import save_file
@@ -46,7 +47,7 @@ def assert_shards(place: Path | str) -> None:
 def test_a_full_file_that_cannot_be_saved_leaves_the_shards_that_it_replaces(place: Path | str) -> None:
     make_shards(place)
 
-    with pytest.raises(RuntimeError, match="no luck"), checkpoints.saving_full(place):
+    with pytest.raises(RuntimeError, match="no luck"), checkpoints.saving_full(place, TorchCheckpointIO()):
         raise RuntimeError("no luck")
     assert_shards(place)
 

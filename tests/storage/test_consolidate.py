@@ -19,11 +19,10 @@ from click.testing import CliRunner
 from torch import nn
 
 from lightning.fabric import cli
-from lightning.fabric.storage import commit, consolidate
+from lightning.fabric.storage import checkpoints, commit, consolidate
 from lightning.fabric.storage.load import load_file
 from lightning.fabric.storage.location import Location, locate
 from lightning.fabric.storage.save import save_file
-from lightning.fabric.storage.sharded import ShardWriter
 from lightning.fabric.utilities import consolidate_command
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
@@ -55,7 +54,7 @@ def state(model_key: str = "model") -> dict[str, Any]:
 
 
 def save(place: str | Path, state: dict[str, Any], meta: dict[str, Any] | None = None) -> Location:
-    dcp.save(state, storage_writer=ShardWriter(locate(place), meta), no_dist=True)
+    checkpoints.save_sharded(state, meta, place)
     return locate(place)
 
 

@@ -103,6 +103,7 @@ def test_the_methods_that_are_known_to_read_on_every_rank_are_lightnings(fabric:
         importlib.import_module(f"{fabric}.plugins").TorchCheckpointIO,
         importlib.import_module(f"{fabric}.strategies").DDPStrategy,
         importlib.import_module(f"{pytorch}.plugins.io").AsyncCheckpointIO,
+        importlib.import_module(f"{pytorch}.plugins.io.wrapper")._WrappingCheckpointIO,
         importlib.import_module(f"{pytorch}.strategies").DDPStrategy,
     ]
     assert {f"{owner.load_checkpoint.__module__}.{owner.load_checkpoint.__qualname__}" for owner in owners} == known

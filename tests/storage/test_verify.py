@@ -13,10 +13,8 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 
 from lightning.fabric import cli
-from lightning.fabric.storage import commit, verify
-from lightning.fabric.storage.location import locate
+from lightning.fabric.storage import checkpoints, commit, verify
 from lightning.fabric.storage.save import save_file
-from lightning.fabric.storage.sharded import ShardWriter
 from lightning.fabric.utilities import verify_checkpoint
 from tests.servers import Bucket
 from tests.storage.shards import along, make
@@ -29,7 +27,7 @@ STATE = {
 
 
 def save(place: str | Path) -> None:
-    dcp.save(STATE, storage_writer=ShardWriter(locate(place), {"epoch": 3}), no_dist=True)
+    checkpoints.save_sharded(STATE, {"epoch": 3}, place)
 
 
 def save_stock(folder: Path) -> None:

@@ -52,6 +52,11 @@ class Forks:
                 return outcomes
 
 
+def numbered(path: str, value: float) -> str:
+    """Where a value is saved in a job that saves many: beside ``path``."""
+    return path.replace("last.ckpt", f"{value:.0f}.ckpt")
+
+
 @contextmanager
 def fork_server(folder: Path) -> Iterator[Forks]:
     """Starts a server, whose socket and output are in ``folder``, and ends it with all that it has forked."""

@@ -4,14 +4,16 @@ So a state that is not all of one save shows. A job says where (``path``), how (
 to save, and for each rank what its environment has beside the server's (``environments``).
 """
 
+import itertools
+import logging
 import os
 import resource
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,10 +29,12 @@ from torch.distributed._tensor import DTensor  # its name in PyTorch 2.4 too
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from lightning.fabric import Fabric
-from lightning.fabric.storage import replacement
+from lightning.fabric.plugins import AsyncCheckpointIO
+from lightning.fabric.storage import replacement, stats
+from lightning.fabric.storage.background import drain
 from lightning.fabric.storage.transport import multipart, sink, stores
 from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
-from tests.strategies.forks import Forks, Job, kill
+from tests.strategies.forks import Forks, Job, kill, numbered
 
 WIDTH = 160
 #: After which collectives fail.
@@ -115,7 +119,8 @@ def run(job: Job, rank: int, listener: socket.socket, ids: Sequence[int]) -> dic
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30)
     )
-    fabric = Fabric(accelerator="cpu", devices=world, strategy=_strategy(job, world))
+    plugins = [AsyncCheckpointIO()] if job.get("async") else []
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=_strategy(job, world), plugins=plugins)
     fabric.launch()
     return {**TASKS[job["task"]](job, fabric, ids), "native": bool(stores._stores)}
 
@@ -137,10 +142,19 @@ def state_of(fabric: Fabric, value: float) -> dict[str, Any]:
     for parameter in model.parameters():  # as a step would, which takes longer
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+    state = {"model": model, "optimizer": optimizer, "epoch": value, "note": ""}
+    fill(state, value)
+    return state
+
+
+def fill(state: dict[str, Any], value: float) -> None:
+    """Makes all of a state one number."""
     with torch.no_grad():
-        for tensor in _tensors(model, optimizer):
+        for tensor in _tensors(state["model"], state["optimizer"]):
             tensor.fill_(value)
-    return {"model": model, "optimizer": optimizer, "epoch": value, "note": f"save {value}"}
+    for group in state["optimizer"].param_groups:
+        group["lr"] = value
+    state.update(epoch=value, note=f"save {value}")
 
 
 def values_of(state: dict[str, Any]) -> list[float]:
@@ -170,6 +184,21 @@ def save(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
     fabric.barrier()
     if job.get("full_disk") == fabric.global_rank:  # as far as its files are concerned
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+    files = _files(job, fabric, ids)
+
+    def save_and_train() -> None:
+        fabric.save(job["path"], state)
+        if job.get("async"):
+            fill(state, -1.0)  # as a step would
+            drain()
+            fabric.barrier()  # with a rank that saves nothing
+
+    with _lines_logged() as lines:
+        told = _attempt(save_and_train)
+    return {**told, "acts": files.acts, "lines": lines}
+
+
+def _files(job: Job, fabric: Fabric, ids: Sequence[int]) -> Files:
     stop = job.get("stop")
 
     def reached(number: int) -> None:
@@ -180,7 +209,38 @@ def save(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
     files = Files(os.path.dirname(job["path"]), reached)
     if not job["path"].startswith("s3:") and (stop is None or stop["actor"] == fabric.global_rank):
         files.count()
-    return {**_attempt(lambda: fabric.save(job["path"], state)), "acts": files.acts}
+    return files
+
+
+def save_many(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
+    """Saves one value after the other, each at a path of its own, and has the one before removed. ``stop`` as above."""
+    state = state_of(fabric, 0.0)
+    fabric.barrier()
+    files = _files(job, fabric, ids)
+
+    def save_all() -> None:
+        for before, value in itertools.pairwise(job["values"]):
+            fill(state, value)
+            fabric.save(numbered(job["path"], value), state)
+            fill(state, -1.0)
+            if fabric.global_rank == 0:
+                fabric.strategy.checkpoint_io.remove_checkpoint(numbered(job["path"], before))
+        drain()
+
+    return {**_attempt(save_all), "acts": files.acts}
+
+
+@contextmanager
+def _lines_logged() -> Iterator[list[str]]:
+    """Of saves."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    stats.log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        stats.log.removeHandler(handler)
 
 
 def load(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
@@ -255,4 +315,4 @@ def _attempt(action: Callable[[], Any]) -> dict[str, Any]:
     return {"error": error, "seconds": time.monotonic() - began}
 
 
-TASKS = {"save": save, "load": load, "spread": spread, "check": check}
+TASKS = {"save": save, "save_many": save_many, "load": load, "spread": spread, "check": check}

@@ -50,6 +50,21 @@ def assert_old_is_whole(place: Local, path: str) -> None:
     assert [without_draws(name) for name in place.names(path)] == [without_draws(name) for name in place.names(clean)]
 
 
+@pytest.mark.parametrize(("kind", "more"), [("sharded", {}), ("sharded", {"async": True}), ("full", {})])
+def test_a_save_that_succeeds_is_logged_once_with_the_bytes_of_all_ranks(
+    local: Local, kind: str, more: dict[str, bool]
+) -> None:
+    path = local.new({})
+    outcomes = local.run(save_job(path, NEW, kind=kind, **more), 2)
+    size = sum(len(content) for content in local.keep(path).values()) / 2**20
+    first, second = (outcome["lines"] for outcome in outcomes)
+    assert second == []
+    (line,) = first
+    assert line.startswith(f"Saved {path}: {size:.1f} MiB, training stalled for ")
+    assert float(f"{size:.1f}") > 0
+    assert (" 0.00 s in the background" in line) == ("async" not in more)
+
+
 class Holding:
     """Holds up requests of a rank until it is told to go on, or a minute has passed."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.strategies.forks import Job, Outcome
+from tests.strategies.forks import Job, Outcome, numbered
 from tests.strategies.places import S3, Local, Point, without_draws
 
 OLD, NEW, NEXT = 1.0, 2.0, 3.0
@@ -17,12 +17,15 @@ DECISIVE = re.compile(r"\.metadata|meta\.pt|rename|exchange|remove|rmdir|DELETE"
 JOBS_AT_A_TIME = 3
 
 
-#: What was there before, what is saved with which strategy, and at how many points at least each rank is killed.
+#: What was there before, what is saved with which strategy, whether in the background, and at how many points at least
+#: each rank is killed.
 CASES = {
-    "first": (None, "sharded", "model_parallel", 20),
-    "overwrite": ("sharded", "sharded", "fsdp", 20),
-    "full_to_sharded": ("full", "sharded", "model_parallel", 10),
-    "sharded_to_full": ("sharded", "full", "fsdp", 10),
+    "first": (None, "sharded", "model_parallel", False, 20),
+    "overwrite": ("sharded", "sharded", "fsdp", False, 20),
+    "overwrite_in_the_background": ("sharded", "sharded", "model_parallel", True, 20),
+    "full_to_sharded": ("full", "sharded", "model_parallel", False, 10),
+    "sharded_to_full": ("sharded", "full", "fsdp", False, 10),
+    "sharded_to_full_in_the_background": ("sharded", "full", "fsdp", True, 10),
 }
 
 
@@ -33,8 +36,8 @@ def test_a_killed_rank_leaves_the_old_checkpoint_or_the_new_one(
     kind_of_place: str, case: str, request: pytest.FixtureRequest
 ) -> None:
     place: Local = request.getfixturevalue(kind_of_place)
-    before, kind, strategy, least = CASES[case]
-    job = {"task": "save", "kind": kind, "strategy": strategy, "value": NEW}
+    before, kind, strategy, is_async, least = CASES[case]
+    job = {"task": "save", "kind": kind, "strategy": strategy, "value": NEW, "async": is_async}
     base = place.keep(before and saved(place, before))
     path = place.new(base)
     outcomes, acts = place.acts({**job, "path": path})
@@ -122,9 +125,46 @@ def check(place: Local, killed: list[Killed], kind: str) -> list[Checked]:
 
 def found(told: dict[str, Any]) -> Any:
     if told["error"] is not None:
-        is_refused = re.match("(FileNotFoundError|ValueError): .*last.ckpt", told["error"])
+        is_refused = re.match(r"(FileNotFoundError|ValueError): .*\w\.ckpt", told["error"])
         return "nothing" if is_refused else "an error"
     return told["found"][0] if len(told["found"]) == 1 else f"a mix of {told['found']}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind_of_place", ["local", "s3"])
+def test_a_run_that_saves_in_the_background_has_a_complete_checkpoint_whenever_a_rank_is_killed(
+    kind_of_place: str, request: pytest.FixtureRequest
+) -> None:
+    place: Local = request.getfixturevalue(kind_of_place)
+    values = [1.0, 2.0, 3.0, 4.0]
+    job = {"task": "save_many", "kind": "sharded", "strategy": "model_parallel", "values": values, "async": True}
+    first = place.new({})
+    save = {"task": "save", "kind": "sharded", "strategy": "model_parallel", "value": values[0]}
+    assert [outcome["error"] for outcome in place.run({**save, "path": numbered(first, values[0])}, 2)] == [None, None]
+    base = place.keep(first)
+    outcomes, acts = place.acts({**job, "path": place.new(base)})
+    assert [outcome["error"] for outcome in outcomes] == [None, None]
+
+    points = [point for victim in (0, 1) for point in chosen(place.points(victim, acts), 20)]
+    with ThreadPoolExecutor(JOBS_AT_A_TIME) as threads:
+        killed = list(threads.map(lambda point: try_point(place, base, job, point), points))
+        shares = [killed[number::JOBS_AT_A_TIME] for number in range(JOBS_AT_A_TIME)]
+        kept = [
+            one for share in threads.map(lambda share: found_by_value(place, share, values), shares) for one in share
+        ]
+    wrong = {value: found for one in kept for value, found in one.items() if found not in ("nothing", value)}
+    assert wrong == {}
+    assert all(set(one.values()) - {"nothing"} for one in kept)
+    assert {value for one in kept for value in one.values()} == {"nothing", *values}
+
+
+def found_by_value(place: Local, killed: list[Killed], values: list[float]) -> list[dict[float, Any]]:
+    """What is found where each value was saved, in a fresh process."""
+    job = {"task": "check", "kind": "sharded", "strategy": "model_parallel", "value": NEXT}
+    paths = [numbered(one.path, value) for one in killed for value in values]
+    (outcome,) = place.run({**job, "paths": paths}, 1)
+    told = [found(one) for one in outcome["places"]]
+    return [dict(zip(values, told[at : at + len(values)], strict=True)) for at in range(0, len(told), len(values))]
 
 
 def chosen(points: list[Point], least: int) -> list[Point]:

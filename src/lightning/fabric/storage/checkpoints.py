@@ -8,23 +8,28 @@ can have the same name: while both exist, the folder counts.
 import dataclasses
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning.fabric.storage.background import drain
+from lightning.fabric.storage.engine import engine_of
 from lightning.fabric.storage.load import load_file
 from lightning.fabric.storage.location import Location, display, is_file, is_folder, locate, shares_names
 from lightning.fabric.storage.namespace import remove_folder
 from lightning.fabric.storage.ranks import failures_of_ranks, from_rank_zero, is_rank_zero, outcome_of_rank_zero
 from lightning.fabric.storage.replacement import remove_leftovers
-from lightning.fabric.storage.save import save_file
+from lightning.fabric.storage.stats import reported
 from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_4
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata
+
+    from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 _Path = str | os.PathLike[str]
 
@@ -67,7 +72,7 @@ class FoundCheckpoint(os.PathLike[str]):
 
 
 def find_checkpoint(path: _Path) -> FoundCheckpoint:
-    """Looks what there is to load; a collective call, in which rank zero looks.
+    """Looks what there is to load when all saves on their way have ended; a collective call, in which rank zero looks.
 
     A checkpoint that is replaced afterwards makes the load fail, but not mix the old one and the new one.
 
@@ -75,6 +80,7 @@ def find_checkpoint(path: _Path) -> FoundCheckpoint:
         FileNotFoundError: There is a sharded checkpoint of which something is missing.
         OSError: The store did not answer, or the checkpoint's metadata is damaged. Every rank raises it.
     """
+    drain()
     location = locate_checkpoint(path)
     metadata, is_full = from_rank_zero(lambda: _look(location))
     return FoundCheckpoint(location, metadata, is_full)
@@ -113,7 +119,27 @@ def is_folder_in_the_way(location: Location) -> bool:
     return not shares_names(location) and not is_sharded_checkpoint(location) and is_folder(location)
 
 
-def save_sharded(state: dict[str, Any], meta: dict[str, Any] | None, path: _Path) -> None:
+_plugin: "ContextVar[CheckpointIO | None]" = ContextVar("plugin", default=None)
+
+
+def with_plugin(checkpoint_io: "CheckpointIO", save: Callable[..., None], **arguments: Any) -> None:
+    """Calls a function of Lightning's that does not pass on the strategy's plugin to what saves here."""
+    token = _plugin.set(checkpoint_io)
+    try:
+        save(**arguments)
+    finally:
+        _plugin.reset(token)
+
+
+def set_up(checkpoint_io: "CheckpointIO") -> None:
+    """Prepares a strategy's plugin for sharded saves; a collective call, when the process group has been made."""
+    if (engine := engine_of(checkpoint_io)) is not None:
+        engine.set_up()
+
+
+def save_sharded(
+    state: dict[str, Any], meta: dict[str, Any] | None, path: _Path, checkpoint_io: "CheckpointIO | None" = None
+) -> None:
     """Saves a sharded checkpoint, whole or not at all; a collective call.
 
     Args:
@@ -121,19 +147,24 @@ def save_sharded(state: dict[str, Any], meta: dict[str, Any] | None, path: _Path
         meta: What belongs to the checkpoint beside that; that of rank zero is saved.
         path: The checkpoint's folder. What is there, be it a folder or a file, is replaced when all ranks have
             succeeded.
+        checkpoint_io: The strategy's plugin; by default that of :func:`with_plugin`. If it saves in the background, so
+            does this, and returns when the state has been copied to host memory.
 
     Raises:
         OSError: A rank could not write. Every rank raises the same, with the reasons of all.
         RuntimeError: A rank could not save for another reason, likewise.
     """
-    from torch.distributed import checkpoint as dcp
-
+    from lightning.fabric.storage.meeting import Meeting
+    from lightning.fabric.storage.plans import Plans, Shard
     from lightning.fabric.storage.sharded import ShardWriter
 
     location = locate_checkpoint(path)
-    writer = ShardWriter(location, meta)
-    with failures_of_ranks("save", location, writer), writer.undone_on_failure():
-        getattr(dcp, "save", dcp.save_state_dict)(state, storage_writer=writer)  # the former since PyTorch 2.2
+    if (engine := engine_of(checkpoint_io or _plugin.get())) is not None:
+        engine.save_sharded(state, meta, location)
+        return
+    meeting = Meeting()
+    with reported(location), failures_of_ranks("save", location, meeting):
+        ShardWriter(location, meeting).save(lambda: Shard.of(state, meta, meeting), Plans())
 
 
 def load_shards(state: dict[str, Any], path: _Path, strict: bool = True) -> None:
@@ -200,15 +231,23 @@ def load_metadata(path: _Path, weights_only: bool | None = None) -> Any:
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=weights_only)
 
 
-def save_full(state: dict[str, Any], location: Location) -> None:
-    """Saves a full state, which rank zero has, as one file; a collective call.
+def save_full(state: dict[str, Any], location: Location, checkpoint_io: "CheckpointIO | None" = None) -> None:
+    """Saves a full state, which rank zero has, as one file with the strategy's plugin; a collective call.
+
+    Args:
+        state: The state.
+        location: Where to.
+        checkpoint_io: As for :func:`save_sharded`.
 
     Raises:
         OSError: Rank zero could not write. Every rank raises it.
     """
-    with saving_full(location):
+    from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+    plugin = checkpoint_io or _plugin.get() or TorchCheckpointIO()
+    with saving_full(location, plugin):
         if is_rank_zero():
-            save_file(state, location)
+            plugin.save_checkpoint(state, location)
 
 
 def load_full(path: _Path, weights_only: bool | None = None) -> Any:
@@ -220,27 +259,35 @@ def load_full(path: _Path, weights_only: bool | None = None) -> Any:
 
 
 @contextmanager
-def saving_full(location: Location) -> Iterator[None]:
-    """For a body that saves a full state as one file on rank zero; a collective call.
+def saving_full(location: Location, checkpoint_io: "CheckpointIO") -> Iterator[None]:
+    """For a body that saves a full state as one file on rank zero, with ``checkpoint_io``; a collective call.
 
-    A sharded checkpoint in its place goes when the body has succeeded, and every rank learns if it has not.
+    A sharded checkpoint in its place goes when the body has succeeded, and every rank learns if it has not. If the
+    plugin saves in the background, the shards go when it has done so.
 
     Raises:
         OSError: On the other ranks, if the body failed on rank zero; of the same type where it is a built-in one.
     """
     with outcome_of_rank_zero():
-        has_shards = is_rank_zero() and shares_names(location) and _has_shards_to_replace(location)
-        yield  # elsewhere the file takes the place of shards by itself, at once
-        if has_shards:
-            try:
-                remove_folder(location)
-            except Exception as error:
-                raise OSError(
-                    f"{display(location)} is saved, but the sharded checkpoint of that name could not be removed, and"
-                    f" is still what would be loaded: {display(str(error))}"
-                ) from error
+        yield
         if is_rank_zero():
-            remove_leftovers(location)
+            engine = engine_of(checkpoint_io)
+            if engine is None:
+                _remove_what_a_file_replaces(location)
+            else:
+                engine.when_saved(location, lambda: _remove_what_a_file_replaces(location))
+
+
+def _remove_what_a_file_replaces(location: Location) -> None:
+    if shares_names(location) and _has_shards_to_replace(location):  # elsewhere the file took the place of the shards
+        try:
+            remove_folder(location)
+        except Exception as error:
+            raise OSError(
+                f"{display(location)} is saved, but the sharded checkpoint of that name could not be removed, and is"
+                f" still what would be loaded: {display(str(error))}"
+            ) from error
+    remove_leftovers(location)
 
 
 def _has_shards_to_replace(location: Location) -> bool:

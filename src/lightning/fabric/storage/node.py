@@ -37,6 +37,7 @@ T = TypeVar("T")
 #: Lightning's own methods that do the same on every rank, and do no more than to read the file at the path that they
 #: are given or to call another of these. Any other may read on one rank only, or something else.
 _PLAIN_LOADS = {
+    "lightning.fabric.plugins.io.async_io.AsyncCheckpointIO.load_checkpoint",
     "lightning.fabric.plugins.io.torch_io.TorchCheckpointIO.load_checkpoint",
     "lightning.fabric.strategies.strategy.Strategy.load_checkpoint",
     "lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO.load_checkpoint",

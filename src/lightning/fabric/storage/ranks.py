@@ -157,7 +157,10 @@ class Peers:
         """To be called by the rank that has failed."""
         self._has_failed = True
         if self._store is not None:
-            self._store.set(self._key, "")
+            try:
+                self._store.set(self._key, "")
+            except RuntimeError as error:  # and with that rank's death the others fail as well
+                log.info(f"The rank that keeps the store of the process group is gone ({error})")
 
     def has_one_failed(self) -> bool:
         """Whether a rank has told of a failure."""

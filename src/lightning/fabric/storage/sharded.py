@@ -1,23 +1,13 @@
-"""torch.distributed.checkpoint's writer and reader of shards, on our transport."""
+"""The writer and the reader of shards, in the format of torch.distributed.checkpoint, on our transport."""
 
 import dataclasses
 import logging
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed.checkpoint import (
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    SavePlan,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-)
+from torch.distributed.checkpoint import CheckpointException, LoadPlan, LoadPlanner, Metadata, SavePlan, StorageReader
 from torch.distributed.checkpoint import filesystem as stock
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
@@ -25,11 +15,14 @@ from typing_extensions import override
 from lightning.fabric.storage import commit
 from lightning.fabric.storage.checksums import Record
 from lightning.fabric.storage.location import Location, beside, display, is_file, join, shares_names
+from lightning.fabric.storage.meeting import Meeting
 from lightning.fabric.storage.namespace import remove_file
-from lightning.fabric.storage.ranks import Peers, portable
+from lightning.fabric.storage.plans import Plans, Shard, size_of
+from lightning.fabric.storage.ranks import PeerFailed, Peers, portable
 from lightning.fabric.storage.reads import read_plan
 from lightning.fabric.storage.records import RecordWriter
 from lightning.fabric.storage.replacement import remove_leftovers, replace_by_folder
+from lightning.fabric.storage.stats import count_bytes, stage
 from lightning.fabric.storage.transport import open_writer
 from lightning.fabric.storage.transport.sink import Sink
 
@@ -41,135 +34,130 @@ _ARCHIVE_EXTRA = 1024
 
 @dataclasses.dataclass
 class _Assignment:
-    """What the coordinator tells each rank with its plan."""
+    """What rank zero tells each rank of a save."""
 
     save: str
-    rank: int
     #: What is added to the name of the checkpoint's folder until the folder can take the place of a file.
     suffix: str
 
 
-class ShardWriter(StorageWriter):
+class ShardWriter:
     """Writes one shard a rank, straight from the tensors' memory to the store.
 
     The files of every save have names of their own, so that overwriting a checkpoint in place leaves the old ones alone
-    until ``.metadata`` makes the new ones the checkpoint. Then the coordinator removes the old ones.
+    until ``.metadata`` makes the new ones the checkpoint. Then rank zero removes the old ones.
 
     Args:
         location: The checkpoint's folder.
-        meta: What belongs to the checkpoint beside model and optimizer; that of the coordinator is saved. None if
-            there is nothing.
+        meeting: Of all ranks.
     """
 
-    def __init__(self, location: Location, meta: dict[str, Any] | None = None) -> None:
-        super().__init__()
+    def __init__(self, location: Location, meeting: Meeting) -> None:
         self._location = location
-        self._meta = meta
-        self._coordinates = False
+        self._meeting = meeting
         self._assignment: _Assignment
         #: Files that are complete.
         self._written: list[Location] = []
         self._peers: Peers | None = None
-        #: Why this rank failed: what torch raises in the end has been pickled.
-        self.error: BaseException | None = None
+        #: What all ranks have written; on rank zero.
+        self._results: list[WriteResult] = []
 
-    @override
-    def reset(self, checkpoint_id: Any = None) -> None:
-        assert checkpoint_id is None, "a writer belongs to one checkpoint"
+    def save(self, look: Callable[[], Shard], plans: Plans) -> None:
+        """Saves what this rank has of a state; a collective call.
 
-    @classmethod
-    @override
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+        Args:
+            look: Returns what it has. If that fails, it fails the save of all ranks.
+            plans: What the ranks have agreed upon before.
 
-    @override
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._coordinates = is_coordinator
+        Raises:
+            CheckpointException: A rank has failed. If that was before the commit, what this rank has written is gone.
+        """
+        meeting = self._meeting
+        shards: list[Shard] = []
+        is_committing = False
 
-    @override
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
+        def plan_own() -> SavePlan:
+            shards.append(look())
+            return shards[0].plan
 
-    @override
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        save = commit.new_save()
         try:
-            in_the_way = not shares_names(self._location) and is_file(self._location)
+            with stage("plan"):
+                plan, metadata = plans.agree(plan_own, meeting)
+                self._assignment = meeting.hold("save", lambda: None, lambda said: [self._assign()] * len(said))
+            with stage("upload"):
+                meeting.hold("save", lambda: self._write(shards[0], plan), self._take_results)
+            with stage("commit"):
+                is_committing = True
+                meeting.hold("save", lambda: None, lambda said: self._commit(metadata, shards[0].meta, len(said)))
         except BaseException as error:
-            self.error = error
-            raise portable(error) from error
-        suffix = f".{save}.new" if in_the_way else ""
-        self._assignment = _Assignment(save, 0, suffix)
-        return [
-            dataclasses.replace(plan, storage_data=_Assignment(save, rank, suffix)) for rank, plan in enumerate(plans)
-        ]
+            # what a meeting raises, all ranks raise; else one must have told that it failed
+            if not is_committing and (isinstance(error, CheckpointException) or self._has_one_failed()):
+                self._discard()
+            raise
 
-    @override
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        assignment: _Assignment = plan.storage_data
-        folder = self._folder(assignment)
-        self._peers = Peers(assignment.save)
+    def _assign(self) -> _Assignment:
+        save = commit.new_save()
+        in_the_way = not shares_names(self._location) and is_file(self._location)
+        return _Assignment(save, f".{save}.new" if in_the_way else "")
+
+    def _write(self, shard: Shard, plan: SavePlan) -> list[WriteResult]:
+        save, folder = self._assignment.save, self._folder
+        self._peers = Peers(save)
         results: list[WriteResult] = []
         try:
             if plan.items:
-                name = f"__{assignment.save}_{assignment.rank}_0{commit.SHARD_SUFFIX}"
+                name = f"__{save}_{self._meeting.rank}_0{commit.SHARD_SUFFIX}"
                 with self._open(join(folder, name)) as file:
-                    results += _write_items(plan, planner, file, name)
-            if self._coordinates and self._meta is not None:
-                name = commit.meta_name(assignment.save)
+                    results += _write_items(shard, plan, file, name)
+            if shard.meta is not None:
+                name = commit.meta_name(save)
                 with self._open(join(folder, name)) as file:
-                    record = RecordWriter(file).write_object(self._meta)
+                    record = RecordWriter(file).write_object(shard.meta)
                 results.append(WriteResult(_NO_ITEM, record.length, (name, record)))
-        except BaseException as error:
-            self.error = error
+        except BaseException:
             self._peers.tell_of_failure()
-            raise portable(error) from error
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+            raise
+        return results
 
-    @override
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        try:
-            self._commit(metadata, [result for of_rank in results for result in of_rank])
-        except BaseException as error:
-            self.error = error
-            raise portable(error) from error
+    def _take_results(self, of_ranks: list[list[WriteResult]]) -> list[None]:
+        self._results = [result for of_rank in of_ranks for result in of_rank]
+        count_bytes(sum(of_rank[-1].storage_data[1].end for of_rank in of_ranks[1:] if of_rank))
+        return [None] * len(of_ranks)
 
-    def _commit(self, metadata: Metadata, results: list[WriteResult]) -> None:
-        save, folder = self._assignment.save, self._folder(self._assignment)
+    def _commit(self, metadata: Metadata | None, meta: Any, world_size: int) -> list[None]:
+        assert metadata is not None, "rank zero has it"
+        save, folder = self._assignment.save, self._folder
         records: dict[str, list[Record]] = {}
         metadata.storage_data = {}
-        for result in results:
+        for result in self._results:
             name, record = result.storage_data
             records.setdefault(name, []).append(record)
             if name != commit.meta_name(save):
                 metadata.storage_data[result.index] = stock._StorageInfo(name, record.offset, record.length)
         if hasattr(stock, "CURRENT_DCP_VERSION"):
             metadata.version = stock.CURRENT_DCP_VERSION
-        commit.describe(metadata, commit.meta_name(save) if self._meta is not None else None, records)
+        commit.describe(metadata, commit.meta_name(save) if meta is not None else None, records)
         commit.write_metadata(folder, metadata)
         if folder is not self._location:
             replace_by_folder(folder, self._location)
-        if self._meta is not None:  # last, for the checkpoint is in its place without it
-            commit.write_stock_meta(self._location, self._meta)
+        if meta is not None:  # last, for the checkpoint is in its place without it
+            commit.write_stock_meta(self._location, meta)
         commit.clean_up(self._location, metadata)
         remove_leftovers(self._location)
+        return [None] * world_size
 
-    @contextmanager
-    def undone_on_failure(self) -> Iterator[None]:
-        """For a body that saves: if it fails before the checkpoint was to be committed, what this rank wrote goes."""
+    def _has_one_failed(self) -> bool:
         try:
-            yield
-        except BaseException:
-            self._discard()
-            raise
+            return self._peers is not None and self._peers.has_one_failed()
+        except PeerFailed as error:
+            log.warning(f"Whether {display(self._location)} was saved is not known here: {error}")
+            return False
 
     def _discard(self) -> None:
+        """Removes what this rank wrote."""
         try:
-            if self._peers is not None and self._peers.has_one_failed():
-                for place in self._written:
-                    remove_file(place)
+            for place in self._written:
+                remove_file(place)
         except Exception as error:
             reason = f"{type(error).__name__}: {display(str(error))}"
             log.warning(f"Could not remove what a save that failed has left in {display(self._location)} ({reason})")
@@ -183,25 +171,20 @@ class ShardWriter(StorageWriter):
             yield file
         self._written.append(location)
 
-    def _folder(self, assignment: _Assignment) -> Location:
-        return beside(self._location, assignment.suffix) if assignment.suffix else self._location
+    @property
+    def _folder(self) -> Location:
+        suffix = self._assignment.suffix
+        return beside(self._location, suffix) if suffix else self._location
 
 
-def _write_items(plan: SavePlan, planner: SavePlanner, file: Sink, name: str) -> list[WriteResult]:
-    file.expect(sum(_size(item) for item in plan.items))
+def _write_items(shard: Shard, plan: SavePlan, file: Sink, name: str) -> list[WriteResult]:
+    file.expect(sum(size_of(item) + _ARCHIVE_EXTRA for item in plan.items))
     writer = RecordWriter(file)
-    records = ((item.index, writer.write(planner.resolve_data(item))) for item in plan.items)
+    records = ((item.index, writer.write(shard.resolve(item))) for item in plan.items)
     return [WriteResult(index, record.length, (name, record)) for index, record in records]
 
 
 _NO_ITEM: Any = None
-
-
-def _size(item: WriteItem) -> int:
-    """About how many bytes the item's record has."""
-    if item.tensor_data is None:
-        return 0
-    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize + _ARCHIVE_EXTRA
 
 
 class ShardReader(StorageReader):
@@ -216,7 +199,7 @@ class ShardReader(StorageReader):
         super().__init__()
         self._location = location
         self._metadata = metadata
-        #: Why this rank failed, as in :class:`ShardWriter`.
+        #: Why this rank failed: what torch raises in the end has been pickled.
         self.error: BaseException | None = None
 
     @override

@@ -1,0 +1,124 @@
+"""The checkpoint plugin that saves in the background."""
+
+from typing import Any
+
+from typing_extensions import override
+
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.storage import background
+from lightning.fabric.storage.background import OnError
+from lightning.fabric.storage.engine import Engine, WhenBusy
+from lightning.fabric.storage.location import locate
+from lightning.fabric.utilities.types import _PATH
+
+
+class AsyncCheckpointIO(CheckpointIO):
+    """Saves checkpoints while training goes on, of every strategy, sharded ones included.
+
+    A save returns when the state has been copied to host memory, which is allocated once. Saves and removals are done
+    one after the other in a thread; a checkpoint is removed only when the one that replaces it has been saved. What
+    fails is raised at the next step boundary (or by :meth:`drain`, or the next save), once. Loading waits for
+    everything that is on its way, and so do the end of training and of the interpreter.
+
+    Args:
+        checkpoint_io: What saves, loads and removes; by default a
+            :class:`~lightning.fabric.plugins.io.torch_io.TorchCheckpointIO`.
+        max_in_flight: How many saves may be on their way at a time. Each takes as much host memory as its state.
+        when_busy: What to do with a save that comes when there are as many: ``"wait"`` until one has ended, or
+            ``"skip"`` it.
+        on_error: What to do with a save that failed: ``"raise"`` stops training, ``"warn"`` lets it go on with a
+            warning. The checkpoint that was to be replaced is kept in both cases.
+
+    Raises:
+        ValueError: An argument is none of these.
+    """
+
+    def __init__(
+        self,
+        checkpoint_io: CheckpointIO | None = None,
+        *,
+        max_in_flight: int = 1,
+        when_busy: WhenBusy = "wait",
+        on_error: OnError = "raise",
+    ) -> None:
+        if not isinstance(max_in_flight, int) or max_in_flight < 1:
+            raise ValueError(f"`max_in_flight` is a number of saves, 1 or more, not {max_in_flight!r}")
+        if when_busy not in ("wait", "skip"):
+            raise ValueError(f'`when_busy` is "wait" or "skip", not {when_busy!r}')
+        if on_error not in ("raise", "warn"):
+            raise ValueError(f'`on_error` is "raise" or "warn", not {on_error!r}')
+        super().__init__()
+        self._checkpoint_io = checkpoint_io
+        self._engine_arguments = (max_in_flight, when_busy, on_error)
+        self._engine: Engine | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a launcher may send the plugin to processes of its own, before anything is saved
+        return {**self.__dict__, "_engine": None}
+
+    @property
+    def engine(self) -> Engine:
+        """What saves in the background."""
+        if self._engine is None:
+            self._engine = Engine(*self._engine_arguments)
+        return self._engine
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What saves, loads and removes."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = TorchCheckpointIO()
+        return self._checkpoint_io
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+        """Copies ``checkpoint``, and has the copy saved in the background.
+
+        Args:
+            checkpoint: What to save.
+            path: Where to.
+            storage_options: For the plugin that saves.
+
+        Raises:
+            OSError: An earlier save has failed, if ``on_error`` says so.
+            Exception: ``checkpoint`` cannot be pickled; whatever the pickler says of it.
+        """
+        background.settle()
+        io = self.checkpoint_io
+        self.engine.save(
+            checkpoint, locate(path), lambda copy: io.save_checkpoint(copy, path, storage_options=storage_options)
+        )
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Loads a checkpoint, when everything that is on its way has been saved.
+
+        Args:
+            args: For the plugin that loads.
+            kwargs: Likewise.
+        """
+        background.drain()
+        return self.checkpoint_io.load_checkpoint(*args, **kwargs)
+
+    @override
+    def remove_checkpoint(self, path: _PATH) -> None:
+        """Has a checkpoint removed after what is on its way, unless the last save before that fails."""
+        io = self.checkpoint_io
+        self.engine.when_saved(locate(path), lambda: io.remove_checkpoint(path))
+
+    def drain(self) -> None:
+        """Waits until everything that is on its way is durable.
+
+        Raises:
+            OSError: A save or removal has failed; or whatever else the reason was.
+        """
+        background.drain()
+
+    @override
+    def teardown(self) -> None:
+        """Waits as :meth:`drain` does, and ends the plugin that saves."""
+        try:
+            background.drain()
+        finally:
+            self.checkpoint_io.teardown()

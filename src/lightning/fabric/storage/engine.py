@@ -1,0 +1,145 @@
+"""Saves checkpoints in the background: the training thread only copies the state to host memory."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lightning.fabric.storage.background import OnError, Queue, Save
+from lightning.fabric.storage.location import Location
+from lightning.fabric.storage.ranks import failures_of_ranks, from_rank_zero
+from lightning.fabric.storage.staging import Staged, Staging
+from lightning.fabric.storage.stats import reporting, stage
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from lightning.fabric.storage.meeting import Meeting
+    from lightning.fabric.storage.plans import Plans, Shard
+
+WhenBusy = Literal["wait", "skip"]
+
+
+class Engine:
+    """What one plugin, or what wraps it, saves with.
+
+    Args:
+        max_in_flight: How many saves may be on their way at a time, each of which has a copy of the state.
+        when_busy: Whether a save that comes when there are as many waits, or is skipped.
+        on_error: As for :class:`~lightning.fabric.storage.background.Queue`.
+    """
+
+    def __init__(self, max_in_flight: int, when_busy: WhenBusy, on_error: OnError) -> None:
+        self._skips = when_busy == "skip"
+        self._queue = Queue(max_in_flight, on_error)
+        self._staging = Staging(max_in_flight)
+        #: Of the ranks, for the background, and the group of training that it belongs to.
+        self._group: ProcessGroup | None = None
+        self._group_of: ProcessGroup | None = None
+        self._plans: Plans | None = None
+
+    def set_up(self) -> None:
+        """Makes the process group in which the ranks meet in the background; a collective call."""
+        if not _distributed_is_initialized():
+            return
+        world = torch.distributed.group.WORLD
+        if self._group is None or self._group_of is not world:
+            self._group = torch.distributed.new_group(backend="gloo")
+            self._group_of = world
+
+    def save(self, obj: Any, location: Location, write: Callable[[Any], None]) -> None:
+        """Saves one file.
+
+        Args:
+            obj: Anything that ``torch.save`` takes. It is copied before this returns.
+            location: Where to.
+            write: Saves a copy of ``obj``.
+        """
+        save = Save(location)
+        if self._skips and not self._queue.has_room:
+            self._queue.skip(save)
+            return
+        with reporting(save.report):
+            with stage("wait"):
+                self._queue.wait_for_room(location)
+            with stage("stage"):
+                staged = self._staging.stage_object(obj)
+
+        def write_copy() -> None:
+            with stage("upload"):  # whatever the plugin does; ours tells apart what is the commit
+                staged.wait()
+                write(staged.object())
+
+        self._submit(save, staged, write_copy)
+
+    def save_sharded(self, state: dict[str, Any], meta: dict[str, Any] | None, location: Location) -> None:
+        """Saves a sharded checkpoint; a collective call, as the work in the background is among its threads.
+
+        Args:
+            state: The model and optimizer state of this rank. It is copied before this returns.
+            meta: What belongs to the checkpoint beside that, likewise; that of rank zero is saved.
+            location: Where to.
+        """
+        from lightning.fabric.storage.meeting import Meeting
+        from lightning.fabric.storage.plans import Plans, Shard
+
+        self.set_up()
+        save = Save(location)
+        if self._skips and not from_rank_zero(lambda: self._queue.has_room):
+            self._queue.skip(save)
+            return
+        plans = self._plans = self._plans or Plans()
+        meeting = Meeting(self._group)
+        with reporting(save.report):
+            with stage("wait"):
+                self._queue.wait_for_room(location)
+            try:
+                with stage("stage"):
+                    shard = Shard.of(state, meta, meeting).staged(self._staging)
+            except BaseException as error:
+                # the other ranks learn of it where all meet, and this one raises it when they do
+                self._queue.submit(save, partial(_save_shard, location, meeting, partial(_fail, error), plans))
+                if not isinstance(error, Exception):
+                    raise
+                return
+        self._submit(save, shard.copy, partial(_save_shard, location, meeting, shard.arrived, plans))
+
+    def _submit(self, save: Save, staged: Staged, write: Callable[[], None]) -> None:
+        def work() -> None:
+            try:
+                write()
+            finally:
+                staged.release()
+
+        self._queue.submit(save, work)
+
+    def when_saved(self, location: Location, work: Callable[[], None]) -> None:
+        """Has something done after the last save, unless that fails."""
+        self._queue.submit_removal(location, work)
+
+    def warm(self, size: int, pinned: bool) -> None:
+        """As :meth:`~lightning.fabric.storage.staging.Staging.warm`."""
+        self._staging.warm(size, pinned)
+
+
+def _save_shard(location: Location, meeting: "Meeting", look: "Callable[[], Shard]", plans: "Plans") -> None:
+    from lightning.fabric.storage.sharded import ShardWriter
+
+    with failures_of_ranks("save", location, meeting):
+        ShardWriter(location, meeting).save(look, plans)
+
+
+def _fail(error: BaseException) -> Any:
+    raise error
+
+
+def engine_of(checkpoint_io: Any) -> Engine | None:
+    """The engine of a plugin, or of one that it wraps; None if it saves in the training thread."""
+    while checkpoint_io is not None:
+        engine = getattr(checkpoint_io, "engine", None)
+        if isinstance(engine, Engine):
+            return engine
+        checkpoint_io = getattr(checkpoint_io, "checkpoint_io", None)
+    return None

@@ -1,0 +1,41 @@
+"""The checkpoint plugin that saves in the background, for the Trainer."""
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.io.async_io import AsyncCheckpointIO as _AsyncCheckpointIO
+from lightning.fabric.storage.background import OnError
+from lightning.fabric.storage.engine import WhenBusy
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+
+class AsyncCheckpointIO(_AsyncCheckpointIO, _WrappingCheckpointIO):
+    """Saves checkpoints while training goes on, as :class:`lightning.fabric.plugins.io.async_io.AsyncCheckpointIO`.
+
+    Args:
+        checkpoint_io: What saves, loads and removes; by default what the strategy uses otherwise.
+        max_in_flight: As there.
+        when_busy: As there.
+        on_error: As there.
+    """
+
+    def __init__(
+        self,
+        checkpoint_io: CheckpointIO | None = None,
+        *,
+        max_in_flight: int = 1,
+        when_busy: WhenBusy = "wait",
+        on_error: OnError = "raise",
+    ) -> None:
+        _AsyncCheckpointIO.__init__(
+            self, checkpoint_io, max_in_flight=max_in_flight, when_busy=when_busy, on_error=on_error
+        )
+        _WrappingCheckpointIO.__init__(self, checkpoint_io)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What saves, loads and removes."""
+        return _AsyncCheckpointIO.checkpoint_io.fget(self)  # type: ignore[attr-defined, no-any-return]
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: CheckpointIO) -> None:
+        # a strategy sets what it uses, which counts unless there is a plugin already
+        _WrappingCheckpointIO.checkpoint_io.fset(self, checkpoint_io)  # type: ignore[attr-defined]

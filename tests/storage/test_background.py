@@ -1,0 +1,202 @@
+"""Saves and removals in the background: their order, what is told of them, and how long is waited for them."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning.fabric.storage import background
+from lightning.fabric.storage.background import Queue, Save, drain, settle, unconditionally, watching, will_exist
+from lightning.fabric.storage.location import locate
+
+#: Longer than anything here takes.
+LONG_S = 20
+
+
+class Gate:
+    """Work that goes on when it is let."""
+
+    def __init__(self, name: str, log: list[str], error: BaseException | None = None) -> None:
+        self.began, self._may_end = threading.Event(), threading.Event()
+        self._name, self._log, self._error = name, log, error
+
+    def __call__(self) -> None:
+        self.began.set()
+        assert self._may_end.wait(LONG_S)
+        if self._error is not None:
+            raise self._error
+        self._log.append(self._name)
+
+    def open(self) -> "Gate":
+        self._may_end.set()
+        return self
+
+
+@pytest.fixture
+def queue() -> Iterator[Queue]:
+    queue = Queue(1, "raise")
+    yield queue
+    queue.give_up()
+
+
+def submitted(queue: Queue, path: str, work: Gate) -> Save:
+    save = Save(locate(path))
+    queue.submit(save, work)
+    return save
+
+
+def test_saves_and_removals_are_done_one_after_the_other_in_their_order(queue: Queue) -> None:
+    done: list[str] = []
+    first, second = Gate("first", done), Gate("second", done).open()
+    submitted(queue, "a", first)
+    queue.submit_removal(Path("old"), Gate("removal", done).open())
+    submitted(queue, "b", second)
+    assert first.began.wait(LONG_S)
+    assert not second.began.is_set()
+    first.open()
+    drain()
+    assert done == ["first", "removal", "second"]
+
+
+def test_what_a_failed_save_was_to_replace_is_kept(queue: Queue) -> None:
+    done: list[str] = []
+    failing = submitted(queue, "a", Gate("save", done, OSError("the disk is full")).open())
+    queue.submit_removal(Path("old"), Gate("removal", done).open())
+    with pytest.raises(OSError, match="the disk is full"):
+        drain()
+    assert (failing.succeeded, done) == (False, [])
+    submitted(queue, "b", Gate("save", done).open())
+    queue.submit_removal(Path("old"), Gate("removal", done).open())
+    drain()
+    assert done == ["save", "removal"]
+
+
+def test_what_a_skipped_save_was_to_replace_is_kept(queue: Queue) -> None:
+    done: list[str] = []
+    gate = Gate("save", done)
+    submitted(queue, "a", gate)
+    assert not queue.has_room
+    skipped = Save(Path("b"))
+    queue.skip(skipped)
+    queue.submit_removal(Path("a"), Gate("removal", done).open())
+    gate.open()
+    drain()
+    assert done == ["save"]
+    assert (skipped.done, skipped.succeeded) == (True, False)
+
+
+def test_an_error_is_raised_once_and_by_the_thread_that_settles(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
+    submitted(queue, "a", Gate("", [], PermissionError("no access to a")).open())
+    submitted(queue, "b", Gate("", [], OSError("b is gone")).open())
+    queue.wait()
+    with pytest.raises(PermissionError, match="no access to a"):
+        settle()
+    assert "b is gone" in caplog.text  # which is not lost either
+    settle()
+    assert not background.is_active()
+
+
+def test_training_goes_on_after_an_error_if_it_was_told_to(caplog: pytest.LogCaptureFixture) -> None:
+    queue = Queue(1, "warn")
+    submitted(queue, "s3://me:secret@bucket/a", Gate("", [], OSError("no access for me:secret@bucket")).open())
+    drain()
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "bucket/a was not saved (OSError: no access" in record.getMessage()
+    assert "secret" not in caplog.text
+
+
+def test_a_removal_that_is_for_no_save_is_done_all_the_same(queue: Queue) -> None:
+    done: list[str] = []
+    submitted(queue, "a", Gate("save", done, OSError("no luck")).open())
+    with unconditionally():
+        queue.submit_removal(Path("temporary"), Gate("temporary", done).open())
+    queue.submit_removal(Path("old"), Gate("old", done).open())
+    with pytest.raises(OSError, match="no luck"):
+        drain()
+    queue.submit_removal(Path("later"), Gate("later", done).open())
+    drain()
+    assert done == ["temporary", "later"]
+
+
+def test_callbacks_are_called_when_the_training_thread_settles_and_not_before(queue: Queue) -> None:
+    called: list[tuple[Save, threading.Thread]] = []
+    with watching() as saves:
+        save = submitted(queue, "a", Gate("", []).open())
+    assert saves == [save]
+    save.when_settled(lambda of: called.append((of, threading.current_thread())))
+    queue.wait()
+    assert (save.succeeded, called) == (True, [])
+    settle()
+    settle()
+    assert called == [(save, threading.current_thread())]
+
+
+def test_a_save_waits_for_room_and_for_one_to_the_same_place() -> None:
+    queue = Queue(2, "raise")
+    gate = Gate("", [])
+    submitted(queue, "a", gate)
+    queue.wait_for_room(Path("b"))
+    timer = threading.Timer(0.2, gate.open)
+    timer.start()
+    queue.wait_for_room(Path("a"))
+    assert gate.began.is_set()
+    assert queue.has_room
+    timer.join()
+    drain()
+
+
+def test_what_will_be_at_a_path_is_known_beforehand(queue: Queue) -> None:
+    gate = Gate("", [])
+    submitted(queue, "a", gate)
+    queue.submit_removal(Path("old"), lambda: None)
+    assert [will_exist(name) for name in ("a", "old", "other")] == [True, False, None]
+    gate.open()
+    drain()
+    assert will_exist("a") is None
+
+
+def test_ctrl_c_gives_up_at_once_and_tells_what_was_not_saved(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gate("", [])
+    submitted(queue, "never-saved", gate)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the Trainer does when it is interrupted
+    try:
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            drain()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "never-saved was not saved" in caplog.text
+    assert not queue.has_room  # its copy of the state is still in use
+    gate.open()
+    queue.wait_for_room(Path("next"))
+    drain()
+
+
+@pytest.mark.parametrize("error", [None, "OSError('no luck')"])
+def test_the_interpreter_waits_at_its_end(tmp_path: Path, error: str | None) -> None:
+    script = f"""
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from lightning.fabric.storage.background import Queue, Save
+queue = Queue(1, "raise")
+def save():
+    time.sleep(0.5)
+    assert ThreadPoolExecutor(1).submit(str, 1).result() == "1"  # as clients of stores do
+    Path({str(tmp_path / "saved")!r}).touch()
+    if {error}:
+        raise {error}
+queue.submit(Save(Path("last.ckpt")), save)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (tmp_path / "saved").exists()
+    assert ("no luck" in done.stderr) == (error is not None), done.stderr
