@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.storage import background
-from lightning.fabric.storage.background import Save
+from lightning.fabric.storage.save_queue import Save, watching
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
@@ -119,7 +118,7 @@ class Pace(Callback):
         self.late = late
 
     def on_fit_start(self, *_: Any) -> None:
-        self._watching = background.watching()
+        self._watching = watching()
         self.saves = self._watching.__enter__()
 
     def on_train_batch_start(self, *_: Any) -> None:

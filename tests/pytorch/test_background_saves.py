@@ -17,6 +17,7 @@ import torch
 
 from lightning.fabric import Fabric
 from lightning.fabric.storage import background
+from lightning.fabric.storage.save_queue import busy, watching
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -31,7 +32,7 @@ FALLING = [8.0, 7.0, 6.0, 5.0, 4.0, 3.0]
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    assert not background.is_active()
+    assert not busy
 
 
 def every_step(dirpath: Path | str, steps: int = 1, **options: Any) -> ModelCheckpoint:
@@ -105,7 +106,7 @@ def test_a_failed_save_stops_the_run_at_the_next_step_boundary_once(tmp_path: Pa
             wait_for(saves)
 
     trainer = make_trainer(AsyncCheckpointIO(io), tmp_path, checkpoint)
-    with background.watching() as saves, pytest.raises(OSError, match=r"no room for .*epoch=0-step=2\.ckpt"):
+    with watching() as saves, pytest.raises(OSError, match=r"no room for .*epoch=0-step=2\.ckpt"):
         trainer.fit(Model(FALLING, act))
     assert steps == [0, 1, 2]
     assert (checkpoint.best_model_path, checkpoint._last_checkpoint_saved) == ("", "")
@@ -152,7 +153,7 @@ def test_a_skipped_save_leaves_the_fields_as_they_were(tmp_path: Path) -> None:
 
     checkpoint = every_step(tmp_path, monitor="score")
     plugin = AsyncCheckpointIO(io, when_busy="skip")
-    with background.watching() as saves:
+    with watching() as saves:
         make_trainer(plugin, tmp_path, checkpoint).fit(Model(FALLING[:4], act))
     assert [save.skipped for save in saves] == [False, True, True, False]
     assert [step_of(path) for path in best if path] == [1, 1, 1]
@@ -171,7 +172,7 @@ class Recorder(CSVLogger):
         self.told.append(("saved", complete_steps(self.checkpoints)))
 
     def finalize(self, status: str) -> None:
-        assert not background.is_active()
+        assert not busy
         self.told.append((status, complete_steps(self.checkpoints)))
 
 
@@ -317,7 +318,7 @@ def test_fabric_tells_of_a_failed_save_at_the_next_step_of_an_optimizer(tmp_path
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[AsyncCheckpointIO(io)])
     module = torch.nn.Linear(2, 1)
     module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    with background.watching() as saves:
+    with watching() as saves:
         fabric.save(tmp_path / "x.ckpt", {"module": module})
     optimizer.step()
     io.release()

@@ -1,5 +1,6 @@
 """Saves and removals in the background: their order, what is told of them, and how long is waited for them."""
 
+import gc
 import logging
 import os
 import signal
@@ -11,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning.fabric.storage import background
-from lightning.fabric.storage.background import Queue, Save, drain, settle, unconditionally, watching, will_exist
+from lightning.fabric.storage.background import drain, settle, will_exist
 from lightning.fabric.storage.location import locate
+from lightning.fabric.storage.save_queue import Queue, Save, busy, unconditionally, watching
 
 #: Longer than anything here takes.
 LONG_S = 20
@@ -99,7 +100,7 @@ def test_an_error_is_raised_once_and_by_the_thread_that_settles(queue: Queue, ca
         settle()
     assert "b is gone" in caplog.text  # which is not lost either
     settle()
-    assert not background.is_active()
+    assert not busy
 
 
 def test_training_goes_on_after_an_error_if_it_was_told_to(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,6 +123,16 @@ def test_a_removal_that_is_for_no_save_is_done_all_the_same(queue: Queue) -> Non
     queue.submit_removal(Path("later"), Gate("later", done).open())
     drain()
     assert done == ["temporary", "later"]
+
+
+def test_an_error_is_raised_though_nobody_has_the_engine_any_more() -> None:
+    queue = Queue(1, "raise")
+    submitted(queue, "a", Gate("", [], OSError("no luck")).open())
+    queue.wait()
+    del queue
+    gc.collect()
+    with pytest.raises(OSError, match="no luck"):
+        settle()
 
 
 def test_callbacks_are_called_when_the_training_thread_settles_and_not_before(queue: Queue) -> None:
@@ -187,7 +198,8 @@ def test_the_interpreter_waits_at_its_end(tmp_path: Path, error: str | None) -> 
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from lightning.fabric.storage.background import Queue, Save
+from lightning.fabric.storage import background
+from lightning.fabric.storage.save_queue import Queue, Save
 queue = Queue(1, "raise")
 def save():
     time.sleep(0.5)

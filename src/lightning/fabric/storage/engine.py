@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightning.fabric.storage.background import OnError, Queue, Save
 from lightning.fabric.storage.location import Location
 from lightning.fabric.storage.ranks import failures_of_ranks, from_rank_zero
+from lightning.fabric.storage.save_queue import OnError, Queue, Save
 from lightning.fabric.storage.staging import Staged, Staging
 from lightning.fabric.storage.stats import reporting, stage
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
@@ -28,7 +28,7 @@ class Engine:
     Args:
         max_in_flight: How many saves may be on their way at a time, each of which has a copy of the state.
         when_busy: Whether a save that comes when there are as many waits, or is skipped.
-        on_error: As for :class:`~lightning.fabric.storage.background.Queue`.
+        on_error: As for :class:`~lightning.fabric.storage.save_queue.Queue`.
     """
 
     def __init__(self, max_in_flight: int, when_busy: WhenBusy, on_error: OnError) -> None:

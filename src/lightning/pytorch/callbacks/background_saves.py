@@ -18,6 +18,7 @@ from lightning.fabric.storage import background
 from lightning.fabric.storage.engine import engine_of
 from lightning.fabric.storage.location import display
 from lightning.fabric.storage.ranks import outcome_of_rank_zero
+from lightning.fabric.storage.save_queue import unconditionally, watching
 from lightning.pytorch.callbacks.checkpoint_history import History, Record, changes_since, paths_in, undo
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def saving(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> Iterat
     history.number += 1
     history.is_saving = True
     try:
-        with background.watching() as record.saves:
+        with watching() as record.saves:
             yield record
     except BaseException:
         history.is_saving = False
@@ -137,7 +138,7 @@ def _remove_now(callback: "ModelCheckpoint", trainer: "Trainer", paths: list[str
     """Removes what has been replaced by what is durable, whatever becomes of the saves that are on their way."""
     in_use = paths_in(callback)  # again, by a later save to the same path
     saves = {record.path: record for record in _pending(callback).values()}
-    with background.unconditionally():
+    with unconditionally():
         for path in paths:
             if path in saves and path not in in_use:
                 saves[path].removals.append(path)

@@ -7,9 +7,9 @@ from typing_extensions import override
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.storage import background
-from lightning.fabric.storage.background import OnError
 from lightning.fabric.storage.engine import Engine, WhenBusy
 from lightning.fabric.storage.location import locate
+from lightning.fabric.storage.save_queue import OnError
 from lightning.fabric.utilities.types import _PATH
 
 

@@ -1,0 +1,242 @@
+"""Saves and removals that are done one after the other, in a thread."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from lightning.fabric.storage import stats
+from lightning.fabric.storage.location import Location, display, display_about
+from lightning.fabric.storage.stats import SaveReport
+
+log = logging.getLogger(__name__)
+
+OnError = Literal["raise", "warn"]
+
+#: The queues of this process in which something is on its way, or has ended and is not settled: whoever made one may be
+#: gone by then.
+busy: "set[Queue]" = set()
+_of_thread = threading.local()
+
+
+class Save:
+    """A save on its way.
+
+    Attributes:
+        location: Where to.
+        report: What it takes.
+        error: Why it failed, if it has.
+        skipped: Whether it was not begun, since an earlier one was still on its way.
+        done: Whether it has come to its end, whatever that is.
+    """
+
+    def __init__(self, location: Location) -> None:
+        self.location = location
+        self.report = SaveReport(location)
+        self.error: BaseException | None = None
+        self.skipped = False
+        self.done = False
+        self._callbacks: list[Callable[[Save], None]] = []
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the checkpoint is durable."""
+        return self.done and self.error is None and not self.skipped
+
+    def when_settled(self, callback: "Callable[[Save], None]") -> None:
+        """Has ``callback`` called, in the thread that settles, after the end of this save."""
+        self._callbacks.append(callback)
+
+    def settle(self) -> None:
+        """Tells those who wait for the end of this save."""
+        if self.succeeded:
+            stats.finished(self.report)
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+
+class _Removal:
+    def __init__(self, location: Location) -> None:
+        self.location = location
+        self.error: BaseException | None = None
+        self.is_conditional = not getattr(_of_thread, "removes_unconditionally", False)
+
+
+_Job = tuple[Save | _Removal, Callable[[], None]]
+
+
+class Queue:
+    """Saves and removals in the order in which they were submitted, in a thread that lives as long as there are any.
+
+    A removal is for a checkpoint that an earlier save replaces. If the last save before it has failed, or was skipped,
+    it is dropped, until that has been settled.
+
+    Args:
+        max_in_flight: How many saves may be on their way at a time.
+        on_error: Whether :func:`settle` raises what failed, or logs a warning and lets training go on.
+    """
+
+    def __init__(self, max_in_flight: int, on_error: OnError) -> None:
+        self._max_in_flight = max_in_flight
+        self._on_error = on_error
+        self._changed = threading.Condition()
+        self._jobs: deque[_Job] = deque()  # the first is being done
+        self._doing: Save | _Removal | None = None  # also if it was given up
+        self._ended: deque[Save | _Removal] = deque()
+        self._last_failed = False
+        self._is_running = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a save can be submitted now."""
+        with self._changed:
+            jobs = {self._doing, *(job for job, _ in self._jobs)}
+            return sum(isinstance(job, Save) for job in jobs) < self._max_in_flight
+
+    def wait_for_room(self, location: Location) -> None:
+        """Waits until a save to ``location`` can be submitted: there is room, and none to the same place before it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.has_room and not self._saves_to(location))
+
+    def _saves_to(self, location: Location) -> bool:
+        return any(isinstance(job, Save) and job.location == location for job, _ in self._jobs)
+
+    def submit(self, save: Save, work: Callable[[], None]) -> None:
+        """Has ``work`` done, which saves."""
+        _submitted(save)
+        self._append(save, lambda: _do_save(save, work))
+
+    def skip(self, save: Save) -> None:
+        """Remembers a save that is not done."""
+        save.skipped = True
+        _submitted(save)
+        self._append(save, lambda: None)
+
+    def submit_removal(self, location: Location, work: Callable[[], None]) -> None:
+        """Has ``work`` done, which removes what is at ``location``, unless the save before it fails."""
+        self._append(_Removal(location), work)
+
+    def _append(self, job: Save | _Removal, work: Callable[[], None]) -> None:
+        busy.add(self)
+        with self._changed:
+            self._jobs.append((job, work))
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, name="checkpoints", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._is_running = False
+                    return
+                job, work = self._jobs[0]
+                self._doing = job
+            if isinstance(job, Save) or not (job.is_conditional and self._last_failed):
+                try:
+                    work()
+                except BaseException as error:
+                    job.error = error
+            else:
+                log.info(f"{display(job.location)} is kept, for the checkpoint that replaces it was not saved")
+            del work  # and what it holds
+            self._end(job)
+
+    def _end(self, job: Save | _Removal) -> None:
+        with self._changed:
+            self._doing = None
+            if isinstance(job, Save):
+                self._last_failed = job.error is not None or job.skipped
+                job.done = True
+            if self._jobs and self._jobs[0][0] is job:  # else it was given up
+                self._jobs.popleft()
+                self._ended.append(job)
+            self._changed.notify_all()
+
+    def will_exist(self, location: Location) -> bool | None:
+        """What the last job that is about ``location`` leaves there; None if there is none."""
+        with self._changed:
+            for job, _ in reversed(self._jobs):
+                if job.location == location:
+                    return isinstance(job, Save)
+            return None
+
+    def wait(self) -> None:
+        """Waits until everything is done. What that takes is in the reports of the saves that are waited for."""
+        with self._changed:
+            saves = [job for job, _ in self._jobs if isinstance(job, Save)]
+        for save in saves:
+            with stats.reporting(save.report), stats.stage("wait"), self._changed:
+                self._changed.wait_for(lambda save=save: save.done or not self._jobs)  # type: ignore[misc]
+        with self._changed:
+            self._changed.wait_for(lambda: not self._jobs)
+
+    def give_up(self) -> list[Save]:
+        """Forgets what is not done; returns the saves among it."""
+        with self._changed:
+            saves = [job for job, _ in self._jobs if isinstance(job, Save)]
+            self._jobs.clear()
+            if not self._ended:
+                busy.discard(self)
+            self._changed.notify_all()
+        return saves
+
+    def settle(self) -> list[BaseException]:
+        """Tells of what has ended since the last call; returns the errors that are to be raised."""
+        errors = []
+        while self._ended:
+            job = self._ended.popleft()
+            if isinstance(job, Save):
+                job.settle()
+            if job.error is None:
+                continue
+            if self._on_error == "raise" or not isinstance(job.error, Exception):
+                errors.append(job.error)
+            else:
+                log.warning(_told(job))
+        with self._changed:
+            if not self._jobs and not self._ended:
+                self._last_failed = False
+                busy.discard(self)
+        return errors
+
+
+def _told(job: Save | _Removal) -> str:
+    verb = "saved" if isinstance(job, Save) else "removed"
+    reason = f"{type(job.error).__name__}: {display_about(str(job.error), job.location)}"
+    return f"The checkpoint {display(job.location)} was not {verb} ({reason})"
+
+
+def _do_save(save: Save, work: Callable[[], None]) -> None:
+    with stats.reporting(save.report, background=True):
+        work()
+
+
+def _submitted(save: Save) -> None:
+    for saves in getattr(_of_thread, "lists", []):
+        saves.append(save)
+
+
+@contextmanager
+def watching() -> Iterator[list[Save]]:
+    """Collects the saves that this thread submits in the body."""
+    lists = _of_thread.lists = getattr(_of_thread, "lists", [])
+    saves: list[Save] = []
+    lists.append(saves)
+    try:
+        yield saves
+    finally:
+        lists.pop()
+
+
+@contextmanager
+def unconditionally() -> Iterator[None]:
+    """For a body that submits removals which are to be done whatever becomes of the saves before them."""
+    _of_thread.removes_unconditionally = True
+    try:
+        yield
+    finally:
+        _of_thread.removes_unconditionally = False
