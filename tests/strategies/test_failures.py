@@ -93,9 +93,17 @@ HELD = {"a part": ("partNumber=[2-9]", 2**12), "the end": ("POST .*uploadId=", 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "held"), [("fsdp", "a part"), ("model_parallel", "the end"), ("fsdp", "meta")])
+@pytest.mark.parametrize(
+    ("strategy", "held", "is_async"),
+    [
+        ("fsdp", "a part", False),
+        ("model_parallel", "the end", False),
+        ("fsdp", "meta", False),
+        ("fsdp", "the end", True),
+    ],
+)
 def test_a_refused_shard_fails_the_save_on_every_rank_though_another_one_uploads_for_minutes(
-    s3: S3, strategy: str, held: str
+    s3: S3, strategy: str, held: str, is_async: bool
 ) -> None:
     path = saved(s3)
     pattern, part_size = HELD[held]
@@ -107,7 +115,8 @@ def test_a_refused_shard_fails_the_save_on_every_rank_though_another_one_uploads
                 return 403
             return holding(rank, method, path)
 
-        outcomes = s3.run_followed(save_job(path, NEW, strategy, part_size=part_size), follow)
+        more = {"part_size": part_size, "async": is_async}
+        outcomes = s3.run_followed(save_job(path, NEW, strategy, **more), follow)
         assert holding.holds.is_set()
         assert_failed_alike(outcomes, r"PermissionError: Could not save the sharded checkpoint .*rank 1: Permission")
     assert_old_is_whole(s3, path)
@@ -125,11 +134,13 @@ def test_a_full_disk_under_one_rank_fails_the_save_on_every_rank(local: Local, r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "model_parallel"])
-def test_loop_state_that_cannot_be_pickled_fails_the_save_on_every_rank(place: Local, strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "is_async"), [("fsdp", False), ("model_parallel", False), ("fsdp", True)])
+def test_loop_state_that_cannot_be_pickled_fails_the_save_on_every_rank(
+    place: Local, strategy: str, is_async: bool
+) -> None:
     path = saved(place)
     before = place.names(path)
-    outcomes = place.run(save_job(path, NEW, strategy, unpicklable=True), 2)
+    outcomes = place.run(save_job(path, NEW, strategy, unpicklable=True, **{"async": is_async}), 2)
     assert_failed_alike(outcomes, "Could not save the sharded checkpoint .*rank 0: .*pickle")
     assert place.names(path) == before
     assert_old_is_whole(place, path)

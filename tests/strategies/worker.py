@@ -35,6 +35,12 @@ def strategy(module: Any) -> Any:
     return CPUFSDPStrategy(state_dict_type=CASE["kind"], auto_wrap_policy={Block})
 
 
+def plugins(package: Any) -> list[Any]:
+    if not CASE.get("in_background"):
+        return []
+    return [importlib.import_module(f"{package.__name__}.plugins").AsyncCheckpointIO()]
+
+
 class Block(nn.Sequential):
     def __init__(self, width: int) -> None:
         super().__init__(nn.Linear(width, width), nn.ReLU())
@@ -99,7 +105,8 @@ def with_trainer() -> dict[str, Any]:
     checkpoint = callbacks.ModelCheckpoint(dirpath=CASE["url"], filename="{epoch}", save_top_k=-1)
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy=strategy(L.strategies), max_epochs=CASE["epochs"], logger=False,
-        callbacks=[checkpoint], enable_progress_bar=False, enable_model_summary=False, default_root_dir=RUN,
+        callbacks=[checkpoint], plugins=plugins(L), default_root_dir=RUN,
+        enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     model = Model()
     trainer.fit(model, ckpt_path=CASE.get("resume"))
@@ -114,7 +121,7 @@ def with_trainer() -> dict[str, Any]:
 
 
 def with_fabric() -> dict[str, Any]:
-    fabric = FABRIC.Fabric(accelerator="cpu", devices=2, strategy=strategy(FABRIC.strategies))
+    fabric = FABRIC.Fabric(accelerator="cpu", devices=2, strategy=strategy(FABRIC.strategies), plugins=plugins(FABRIC))
     fabric.launch()
     model = fabric.setup_module(network())
     optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.01))

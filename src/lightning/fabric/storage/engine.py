@@ -1,11 +1,13 @@
 """Saves checkpoints in the background: the training thread only copies the state to host memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
+from lightning.fabric.storage.host_memory import ALIGNMENT
 from lightning.fabric.storage.location import Location
 from lightning.fabric.storage.ranks import failures_of_ranks, from_rank_zero
 from lightning.fabric.storage.save_queue import OnError, Queue, Save
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 WhenBusy = Literal["wait", "skip"]
 
+#: What memory is prepared for beside model and optimizers.
+_EXTRA = 2**20
+
 
 class Engine:
     """What one plugin, or what wraps it, saves with.
@@ -35,6 +40,8 @@ class Engine:
         self._skips = when_busy == "skip"
         self._queue = Queue(max_in_flight, on_error)
         self._staging = Staging(max_in_flight)
+        #: Whether memory is being prepared for a save, or one has been begun.
+        self.is_warm = False
         #: Of the ranks, for the background, and the group of training that it belongs to.
         self._group: ProcessGroup | None = None
         self._group_of: ProcessGroup | None = None
@@ -61,6 +68,7 @@ class Engine:
         if self._skips and not self._queue.has_room:
             self._queue.skip(save)
             return
+        self.is_warm = True
         with reporting(save.report):
             with stage("wait"):
                 self._queue.wait_for_room(location)
@@ -92,6 +100,7 @@ class Engine:
             return
         plans = self._plans = self._plans or Plans()
         meeting = Meeting(self._group)
+        self.is_warm = True
         with reporting(save.report):
             with stage("wait"):
                 self._queue.wait_for_room(location)
@@ -119,9 +128,21 @@ class Engine:
         """Has something done after the last save, unless that fails."""
         self._queue.submit_removal(location, work)
 
-    def warm(self, size: int, pinned: bool) -> None:
-        """As :meth:`~lightning.fabric.storage.staging.Staging.warm`."""
-        self._staging.warm(size, pinned)
+    def warm(self, tensors: Iterable[Tensor]) -> None:
+        """Allocates memory in a thread, so that the first save need not.
+
+        Args:
+            tensors: What a state of this rank mostly consists of. They are only looked at.
+        """
+        self.is_warm = True
+        local = [_local(tensor) for tensor in tensors]
+        # each is aligned, and there is a little more in a state
+        size = _EXTRA + sum(tensor.nbytes + ALIGNMENT for tensor in local)
+        self._staging.warm(size, pinned=any(tensor.is_cuda for tensor in local))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _save_shard(location: Location, meeting: "Meeting", look: "Callable[[], Shard]", plans: "Plans") -> None:

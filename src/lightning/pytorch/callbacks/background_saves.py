@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from weakref import proxy
 
+from torch import Tensor
+
 from lightning.fabric.storage import background
 from lightning.fabric.storage.engine import engine_of
 from lightning.fabric.storage.location import display
@@ -41,6 +43,26 @@ def _pending(callback: "ModelCheckpoint") -> dict[int, Record]:
 
 def _saves_in_background(trainer: "Trainer") -> bool:
     return engine_of(trainer.strategy.checkpoint_io) is not None
+
+
+def step_ended(trainer: "Trainer") -> None:
+    """To be called between two steps of training.
+
+    Raises:
+        OSError: As for :func:`~lightning.fabric.storage.background.settle`.
+    """
+    background.settle()
+    engine = engine_of(trainer.strategy.checkpoint_io)
+    if engine is not None and not engine.is_warm and trainer.global_step > 0 and _saves_here(trainer):
+        module = trainer.lightning_module
+        state = [value for optimizer in trainer.optimizers for of in optimizer.state.values() for value in of.values()]
+        engine.warm([*module.parameters(), *module.buffers(), *(value for value in state if isinstance(value, Tensor))])
+
+
+def _saves_here(trainer: "Trainer") -> bool:
+    strategy = trainer.strategy
+    shards = getattr(strategy, "_state_dict_type", None) == "sharded"
+    return trainer.is_global_zero or shards or getattr(strategy, "_save_distributed_checkpoint", False)
 
 
 def begin(callback: "ModelCheckpoint", trainer: "Trainer") -> None:
