@@ -197,3 +197,11 @@ def test_who_loads_during_an_overwrite_gets_one_save_or_is_told_to_load_again(pl
 
     with ThreadPoolExecutor(3) as threads:
         assert [told for told in threads.map(load_while_others_save, range(1, len(acts) + 1)) if told] == []
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [("sharded", "fsdp"), ("full", "fsdp"), ("sharded", "model_parallel")])
+def test_a_load_waits_for_what_is_being_saved(local: Local, kind: str, strategy: str) -> None:
+    paths = [local.new({})]
+    job = {"task": "check", "kind": kind, "strategy": strategy, "paths": paths, "value": NEW, "async": True}
+    outcomes = local.run(job, 2)
+    assert [outcome["places"][0]["saved"] for outcome in outcomes] == [[NEW]] * 2
