@@ -326,3 +326,18 @@ def test_fabric_tells_of_a_failed_save_at_the_next_step_of_an_optimizer(tmp_path
     with pytest.raises(OSError, match=r"no room for .*x\.ckpt"):
         optimizer.step()
     optimizer.step()
+
+
+def test_the_memory_of_the_first_save_is_allocated_after_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed: list[int] = []
+    steps = [0]
+    io = AsyncCheckpointIO()
+    monkeypatch.setattr(io.engine._staging, "warm", lambda size, pinned: warmed.append(steps[0]))
+
+    def act(step: int) -> None:
+        steps[0] = step
+
+    make_trainer(io, tmp_path, every_step(tmp_path, steps=3)).fit(Model(FALLING, act))
+    assert warmed == [0]  # during which the first one is done
