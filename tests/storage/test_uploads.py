@@ -196,6 +196,33 @@ def test_a_save_waits_for_an_interrupted_one_that_could_still_replace_it(
     assert torch.equal(load_file(f"{bucket.url}/x")["w"], LARGE["w"])
 
 
+@pytest.mark.parametrize("has_started", [True, False])
+def test_ctrl_c_while_an_upload_is_being_started_takes_it_back(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, engine: str, has_started: bool
+) -> None:
+    if engine == "s3fs":
+        pytest.skip("has no thread for each upload")
+    start = threading.Thread.start
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        is_upload = thread.name == "checkpoint-upload"
+        if has_started or not is_upload:
+            start(thread)
+        if is_upload:
+            raise KeyboardInterrupt
+
+    def save() -> None:
+        with transport.open_writer(locate(f"{bucket.url}/x")):
+            pass  # the upload of an empty file starts at its end
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save()
+    assert bucket.names() == []
+    save()  # does not wait for the other
+
+
 class Wrapper(torch.Tensor):
     """A tensor without memory of its own, as a DTensor is."""
 

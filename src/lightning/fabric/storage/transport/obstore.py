@@ -24,7 +24,7 @@ from lightning.fabric.storage.transport.multipart import (
 from lightning.fabric.storage.transport.obstore_errors import translated
 from lightning.fabric.storage.transport.obstore_reader import awaited
 from lightning.fabric.storage.transport.sink import PieceSink
-from lightning.fabric.storage.transport.threads import in_thread
+from lightning.fabric.storage.transport.threads import start
 
 if TYPE_CHECKING:
     from obstore import WritableFile
@@ -98,7 +98,8 @@ class _Upload:
         self._key = key
         self._given_up = threading.Event()
         self._is_closing = threading.Event()
-        self._outcome: concurrent.futures.Future[None]
+        self._has_begun = threading.Event()
+        self._outcome: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def write(self, piece: memoryview) -> None:
         self._start_once()
@@ -132,6 +133,8 @@ class _Upload:
         self._given_up.set()
         if not self._part_size or concurrent.futures.wait([self._outcome], _PATIENCE_S).done:
             return
+        if not self._has_begun.is_set():  # interrupted in the midst of starting it, which was in vain
+            return
         _left_alone[self._key] = self._outcome  # also if the wait is interrupted
         self._outcome.add_done_callback(lambda _: _left_alone.pop(self._key, None))
         if disposable or not self._is_closing.is_set():
@@ -145,7 +148,7 @@ class _Upload:
         if not self._part_size:  # not earlier: only now have all storages been announced
             check_size(_store_name(self._store), self.expected_size())
             self._part_size = part_size(self.expected_size(), self._smallest_part)
-            self._outcome = in_thread("checkpoint-upload", self._send)
+            start("checkpoint-upload", self._outcome, self._send)
 
     def _put(self, piece: memoryview | None) -> None:
         while True:
@@ -158,6 +161,7 @@ class _Upload:
                 self.idle()
 
     def _send(self) -> None:
+        self._has_begun.set()
         import obstore
 
         failure = None

@@ -25,6 +25,12 @@ def in_thread(name: str, function: Callable[..., _T], *arguments: object) -> "Fu
     ends.
     """
     future: Future[_T] = Future()
+    start(name, future, function, *arguments)
+    return future
+
+
+def start(name: str, future: "Future[_T]", function: Callable[..., _T], *arguments: object) -> None:
+    """As :func:`in_thread`, for a caller that has the outcome also if it is interrupted here."""
 
     def run() -> None:
         try:
@@ -35,7 +41,6 @@ def in_thread(name: str, function: Callable[..., _T], *arguments: object) -> "Fu
             future.set_result(result)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 def wait_until_done(outcome: "Future[_T]", idle: Callable[[], None], timeout: float = math.inf) -> None:
