@@ -289,14 +289,16 @@ def spread(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
 
 
 def check(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
-    """Loads what is in each of several places, and saves another value there, and loads that."""
-    return {"places": [_check(path, job["value"], fabric) for path in job["paths"]]}
+    """Loads what is in each of several places, and saves another value there, if there is one, and loads that."""
+    return {"places": [_check(path, job.get("value"), fabric) for path in job["paths"]]}
 
 
-def _check(path: str, value: float, fabric: Fabric) -> dict[str, Any]:
+def _check(path: str, value: float | None, fabric: Fabric) -> dict[str, Any]:
     state = state_of(fabric, 0.0)
     told = _attempt(lambda: fabric.load(path, state))
     told["found"] = values_of(state) if told["error"] is None else None
+    if value is None:
+        return told
     state = state_of(fabric, value)
     told["saved"] = _attempt(lambda: fabric.save(path, state))["error"]
     if told["saved"] is None:

@@ -160,7 +160,7 @@ def test_a_run_that_saves_in_the_background_has_a_complete_checkpoint_whenever_a
 
 def found_by_value(place: Local, killed: list[Killed], values: list[float]) -> list[dict[float, Any]]:
     """What is found where each value was saved, in a fresh process."""
-    job = {"task": "check", "kind": "sharded", "strategy": "model_parallel", "value": NEXT}
+    job = {"task": "check", "kind": "sharded", "strategy": "model_parallel"}
     paths = [numbered(one.path, value) for one in killed for value in values]
     (outcome,) = place.run({**job, "paths": paths}, 1)
     told = [found(one) for one in outcome["places"]]
@@ -168,10 +168,11 @@ def found_by_value(place: Local, killed: list[Killed], values: list[float]) -> l
 
 
 def chosen(points: list[Point], least: int) -> list[Point]:
-    """All that decide, and others spread over all there are, so that there are ``least`` of them."""
+    """All that decide, and others spread over all there are: half of ``least``, or as many as make it ``least``."""
     kept = {point for point in points if DECISIVE.search(point.act)}
+    wanted = max(least, len(kept) + least // 2)
     for tell_little in (False, True):
         others = [point for point in points if point not in kept and (point.act == "write") == tell_little]
-        count = min(len(others), max(least - len(kept), 0))
+        count = min(len(others), max(wanted - len(kept), 0))
         kept |= {others[number * len(others) // count] for number in range(count)}
     return [point for point in points if point in kept]
