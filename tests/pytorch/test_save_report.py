@@ -278,10 +278,18 @@ def test_the_line_of_a_save_in_a_validation_stays_above_both_bars(
     assert last.startswith("Epoch 1")
 
 
-def test_while_a_save_waits_for_the_one_before_the_bar_is_of_that_one(tmp_path: Path, terminal: Terminal) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_while_a_save_waits_for_the_one_before_the_bar_is_of_that_one(
+    tmp_path: Path, terminal: Terminal, late: bool
+) -> None:
     waits, seen = threading.Semaphore(0), []
 
     class Gated(Behind):
+        def _save(self, *arguments: Any) -> None:
+            if late and not seen:  # the bar is there before the save has anything to show
+                terminal.wait_for("Saving ")
+            super()._save(*arguments)
+
         def settle(self) -> None:
             waits.release()
             super().settle()

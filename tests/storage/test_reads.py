@@ -414,7 +414,14 @@ def test_requests_go_out_together_unless_the_source_takes_one_at_a_time(
             self.parallel = parallel
 
     monkeypatch.setattr(reads, "open_source", Serial)
-    log.between = lambda start: time.sleep(0.02)
+    together = threading.Event()
+
+    def hold(start: int) -> None:
+        if log.highest > 8:
+            together.set()
+        together.wait(20 if parallel else 0)
+
+    log.between = hold
     state = {name: torch.zeros(16 * 2**20 // 4) for name in "abcdefgh"}
     metadata = make(tmp_path, state, ranks=1)
     load(tmp_path, targets(metadata, state))

@@ -64,10 +64,17 @@ class SaveProgress:
     def _show(self, bar: _Bar, report: SaveReport, waited: float) -> None:
         if self._ended.wait(max(0.0, _PATIENCE_S - waited)):
             return
-        shown = next((moving for moving in stats.in_flight() if moving.progress()[1]), report)
-        with bar(f"Saving {display(shown.location).rpartition('/')[2]}", *shown.progress()) as update:
-            while not self._ended.wait(_REFRESH_S):
-                update(*shown.progress())
+        while not self._ended.is_set():
+            shown = _moving(report)
+            with bar(f"Saving {display(shown.location).rpartition('/')[2]}", *shown.progress()) as update:
+                # one that has not begun to move gives way to one that has
+                while not self._ended.wait(_REFRESH_S) and (shown.progress()[1] or _moving(report) is shown):
+                    update(*shown.progress())
+
+
+def _moving(report: SaveReport) -> SaveReport:
+    """A save of which bytes are on their way, or that of ``report`` if there is none."""
+    return next((moving for moving in stats.in_flight() if moving.progress()[1]), report)
 
 
 def _bar_of(trainer: "Trainer") -> _Bar | None:
