@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import resource
+import runpy
 import socket
 import sys
 import threading
@@ -28,6 +29,7 @@ from torch.distributed._composable.fsdp import fully_shard
 from torch.distributed._tensor import DTensor  # its name in PyTorch 2.4 too
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+import pytorch_lightning  # noqa: F401
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import AsyncCheckpointIO
 from lightning.fabric.storage import replacement, stats
@@ -37,6 +39,8 @@ from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from tests.strategies.forks import Forks, Job, kill, numbered
 
 WIDTH = 160
+#: Trains, see there.
+WORKER = Path(__file__).with_name("worker.py")
 #: After which collectives fail.
 PATIENCE = timedelta(seconds=30)
 
@@ -119,10 +123,20 @@ def run(job: Job, rank: int, listener: socket.socket, ids: Sequence[int]) -> dic
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30)
     )
+    if job["task"] == "train":
+        return train(job, rank, world)
     plugins = [AsyncCheckpointIO()] if job.get("async") else []
     fabric = Fabric(accelerator="cpu", devices=world, strategy=_strategy(job, world), plugins=plugins)
     fabric.launch()
     return {**TASKS[job["task"]](job, fabric, ids), "native": bool(stores._stores)}
+
+
+def train(job: Job, rank: int, world: int) -> dict[str, Any]:
+    """Runs ``worker.py`` in a folder of its own as Lightning's launcher would have started it."""
+    os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.chdir(job["folder"])
+    sys.argv = [str(WORKER), job["folder"]]
+    return _attempt(lambda: runpy.run_path(str(WORKER), run_name="__main__"))
 
 
 def _strategy(job: Job, world: int) -> Any:

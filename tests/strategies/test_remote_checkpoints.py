@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.servers import Bucket
+from tests.strategies.forks import Forks
 
 WORKER = Path(__file__).with_name("worker.py")
 Ranks = list[dict[str, Any]]
@@ -19,31 +20,47 @@ Ranks = list[dict[str, Any]]
 class Runs:
     """Runs of ``worker.py``, each in a folder of its own that is its working directory too."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, forks: Forks) -> None:
         self.root = root
+        self.forks = forks
         self.count = itertools.count()
 
-    def start(self, env: dict[str, str], **case: Any) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    def folder(self, **case: Any) -> Path:
         folder = self.root / f"run-{next(self.count)}"
         folder.mkdir()
         (folder / "case.json").write_text(json.dumps(case))
+        return folder
+
+    def start(self, env: dict[str, str], **case: Any) -> tuple[Path, subprocess.CompletedProcess[str]]:
+        """As a user does, with Lightning's launcher for the second rank."""
+        folder = self.folder(**case)
         command = [sys.executable, str(WORKER), str(folder)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
         return folder, subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
         )
 
-    def train(self, env: dict[str, str] | None = None, **case: Any) -> Ranks:
-        """The end states of both ranks, after the checks that hold for every run that succeeds."""
+    def launch(self, env: dict[str, str] | None = None, **case: Any) -> Ranks:
+        """The end states of both ranks of a run that :meth:`start` starts and that succeeds."""
         folder, result = self.start(env or {}, **case)
         assert result.returncode == 0, result.stdout + result.stderr
+        return self.ends(folder)
+
+    def train(self, **case: Any) -> Ranks:
+        """The same with ranks that are forked, which takes a fraction of the time."""
+        folder = self.folder(**case)
+        job = {"task": "train", "folder": str(folder), "environments": [dict(os.environ)] * 2}
+        assert [outcome["error"] for outcome in self.forks.run(job)] == [None, None]
+        return self.ends(folder)
+
+    def ends(self, folder: Path) -> Ranks:
         assert sorted(os.listdir(folder)) == ["case.json", "rank-0.pt", "rank-1.pt"]  # and no folder called `s3:`
         return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Runs:
-    return Runs(tmp_path)
+def runs(tmp_path: Path, forks: Forks) -> Runs:
+    return Runs(tmp_path, forks)
 
 
 def differences(left: Any, right: Any, where: str = "") -> list[str]:
@@ -107,8 +124,8 @@ def test_a_run_resumed_from_s3_ends_bit_for_bit_like_one_that_was_not_stopped(
 def test_local_folders_go_on_working(runs: Runs, tmp_path: Path, kind: str) -> None:
     url = str(tmp_path / "checkpoints")
     case = {"api": "trainer", "strategy": "fsdp", "kind": kind, "package": "lightning", "url": url, "epochs": 2}
-    straight = runs.train(**case)
-    assert_continued(straight, runs.train(**case, resume=f"{url}/epoch=0.ckpt"))
+    straight = runs.launch(**case)
+    assert_continued(straight, runs.launch(**case, resume=f"{url}/epoch=0.ckpt"))
 
 
 @pytest.mark.slow
@@ -168,7 +185,7 @@ def test_stock_pytorch_and_stock_lightning_read_our_shards_and_we_read_theirs(
 
     local = tmp_path / "stock"
     case = {"api": "fabric", "strategy": "model_parallel", "kind": "sharded", "package": "lightning", "epochs": 2}
-    straight = runs.train({"PYTHONPATH": str(pristine("lightning"))}, **case, url=str(local))
+    straight = runs.launch({"PYTHONPATH": str(pristine("lightning"))}, **case, url=str(local))
     for path in (local / "epoch=0.ckpt").iterdir():
         bucket.put(f"epoch=0.ckpt/{path.name}", path.read_bytes())
     resumed = runs.train(**case, url=bucket.url, resume=f"{bucket.url}/epoch=0.ckpt")
@@ -183,7 +200,7 @@ def test_stock_pytorch_and_stock_lightning_read_our_shards_and_we_read_theirs(
     ours = torch.load(tmp_path / "full.pt")
     whole = {name: torch.cat([rank["parameters"][name] for rank in resumed]) for name in resumed[0]["parameters"]}
     assert differences(dict(ours["model"]), whole) == []
-    stock = runs.train({"PYTHONPATH": str(pristine("lightning"))}, **case, url=str(tmp_path / "x"), resume=str(copy))
+    stock = runs.launch({"PYTHONPATH": str(pristine("lightning"))}, **case, url=str(tmp_path / "x"), resume=str(copy))
     for one, other in zip(resumed, stock, strict=True):
         assert other.pop("batches_seen") == 0
         assert differences(one, other) == []
