@@ -232,7 +232,7 @@ class Queue:
 
     def settle(self) -> list[BaseException]:
         """Tells of what has ended since the last call; returns the errors that are to be raised."""
-        errors = []
+        errors: list[BaseException] = []
         while self._ended:
             job = self._ended.popleft()
             if isinstance(job, Save):
