@@ -354,3 +354,22 @@ def test_a_model_is_loaded_when_what_is_on_its_way_has_been_saved(tmp_path: Path
     loaded = BoringModel.load_from_checkpoint(path)
     timer.join()
     assert torch.equal(loaded.layer.weight, saved.layer.weight)
+
+
+def test_loggers_are_told_of_nothing_that_is_still_on_its_way(tmp_path: Path) -> None:
+    told: list[tuple[int, set[str]]] = []
+
+    class Opening(CSVLogger):
+        def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+            best = checkpoint_callback.best_model_path
+            names = {best, *checkpoint_callback.best_k_models}
+            told.append((step_of(best), {name for name in names if not os.path.exists(name)}))
+
+    io, checkpoint = HeldIO(), every_step(tmp_path, monitor="score")
+    # each save ends when ModelCheckpoint has set its fields for the next one
+    trainer = make_trainer(
+        AsyncCheckpointIO(io), tmp_path, checkpoint, Pace(io, 0, late=True), logger=Opening(tmp_path)
+    )
+    trainer.fit(Model(FALLING[:3]))
+    assert told == [(1, set()), (2, set()), (3, set())]
+    assert {step_of(path) for path in (checkpoint.best_model_path, *checkpoint.best_k_models)} == {3}
