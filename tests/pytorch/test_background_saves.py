@@ -20,6 +20,7 @@ from lightning.fabric.storage import background
 from lightning.fabric.storage.save_queue import busy, watching
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -341,3 +342,34 @@ def test_the_memory_of_the_first_save_is_allocated_after_the_first_step(
 
     make_trainer(io, tmp_path, every_step(tmp_path, steps=3)).fit(Model(FALLING, act))
     assert warmed == [0]  # during which the first one is done
+
+
+def test_a_model_is_loaded_when_what_is_on_its_way_has_been_saved(tmp_path: Path) -> None:
+    io = HeldIO()
+    saved, path = BoringModel(), tmp_path / "x.ckpt"
+    checkpoint = {"state_dict": saved.state_dict(), "pytorch-lightning_version": "2.6.6"}
+    AsyncCheckpointIO(io).save_checkpoint(checkpoint, path)
+    timer = threading.Timer(0.2, io.release)
+    timer.start()
+    loaded = BoringModel.load_from_checkpoint(path)
+    timer.join()
+    assert torch.equal(loaded.layer.weight, saved.layer.weight)
+
+
+def test_loggers_are_told_of_nothing_that_is_still_on_its_way(tmp_path: Path) -> None:
+    told: list[tuple[int, set[str]]] = []
+
+    class Opening(CSVLogger):
+        def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+            best = checkpoint_callback.best_model_path
+            names = {best, *checkpoint_callback.best_k_models}
+            told.append((step_of(best), {name for name in names if not os.path.exists(name)}))
+
+    io, checkpoint = HeldIO(), every_step(tmp_path, monitor="score")
+    # each save ends when ModelCheckpoint has set its fields for the next one
+    trainer = make_trainer(
+        AsyncCheckpointIO(io), tmp_path, checkpoint, Pace(io, 0, late=True), logger=Opening(tmp_path)
+    )
+    trainer.fit(Model(FALLING[:3]))
+    assert told == [(1, set()), (2, set()), (3, set())]
+    assert {step_of(path) for path in (checkpoint.best_model_path, *checkpoint.best_k_models)} == {3}

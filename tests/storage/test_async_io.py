@@ -1,6 +1,9 @@
 """The plugin that saves in the background: what it takes, waits for, skips and leaves alone."""
 
+import multiprocessing
+import os
 import pickle
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.fabric.storage import background
+from lightning.fabric.storage.checkpoints import saving_full
 from lightning.fabric.storage.engine import engine_of
 from lightning.fabric.storage.save_queue import watching
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as TrainersAsyncCheckpointIO
@@ -99,6 +103,100 @@ def test_it_reaches_other_processes_and_wrappers(tmp_path: Path) -> None:
     assert engine_of(_WrappingCheckpointIO(TrainersAsyncCheckpointIO())) is not None
     assert engine_of(TorchCheckpointIO()) is None
     background.drain()
+
+
+def test_a_process_that_is_forked_while_a_save_goes_on_ends_and_can_save(tmp_path: Path) -> None:
+    base = Held()
+    io = AsyncCheckpointIO(base)
+    io.save_checkpoint({"epoch": 1}, tmp_path / "parents.ckpt")
+
+    def saves() -> None:
+        base.goes_on.set()  # of this process
+        io.save_checkpoint({"epoch": 2}, tmp_path / "childs.ckpt")
+
+    child = multiprocessing.get_context("fork").Process(target=saves)
+    child.start()
+    child.join(10)
+    child.kill()
+    assert child.exitcode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["childs.ckpt"]
+    base.goes_on.set()
+    io.drain()
+    assert io.load_checkpoint(tmp_path / "parents.ckpt") == {"epoch": 1}
+
+
+def test_a_signal_handler_and_other_threads_can_save_while_a_state_is_being_copied(tmp_path: Path) -> None:
+    io = AsyncCheckpointIO()
+    other = threading.Thread(target=io.save_checkpoint, args=({"epoch": 3}, tmp_path / "threads.ckpt"))
+
+    class Signalling:
+        def __reduce__(self) -> Any:
+            signal.raise_signal(signal.SIGUSR1)
+            other.start()
+            other.join()
+            return str, ()
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: io.save_checkpoint({"epoch": 2}, tmp_path / "handlers.ckpt"))
+    try:
+        io.save_checkpoint({"epoch": 1, "part": Signalling()}, tmp_path / "x.ckpt")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    io.drain()
+    saved = {path.name: io.load_checkpoint(path)["epoch"] for path in tmp_path.iterdir()}
+    assert saved == {"x.ckpt": 1, "handlers.ckpt": 2, "threads.ckpt": 3}
+
+
+def test_memory_is_given_back_by_saves_that_were_given_up(tmp_path: Path) -> None:
+    base = Held()
+    io = AsyncCheckpointIO(base, max_in_flight=2)
+    for number in range(2):
+        io.save_checkpoint({}, tmp_path / f"{number}.ckpt")
+    io.engine._queue.give_up()
+    base.goes_on.set()
+    io.engine._queue.wait_for_room(tmp_path / "2.ckpt")
+    io.save_checkpoint({}, tmp_path / "2.ckpt")
+    io.drain()
+    assert len(io.engine._staging._free) == 2
+
+
+def test_a_plugin_that_waits_for_its_own_save_is_told_so(tmp_path: Path) -> None:
+    class Verifying(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            io.load_checkpoint(path)
+
+    io = AsyncCheckpointIO(Verifying())
+    io.save_checkpoint({}, tmp_path / "x.ckpt")
+    with pytest.raises(RuntimeError, match="the plugin that it was made with"):
+        io.drain()
+
+
+def test_a_relative_path_is_that_of_the_time_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Held()
+    io = AsyncCheckpointIO(base)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("x.ckpt", "y.ckpt"):
+        (tmp_path / name).touch()
+        (tmp_path / "elsewhere" / name).touch()
+    io.save_checkpoint({"epoch": 1}, "x.ckpt")
+    io.remove_checkpoint("y.ckpt")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    base.goes_on.set()
+    io.drain()
+    assert io.load_checkpoint(tmp_path / "x.ckpt") == {"epoch": 1}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "x.ckpt"]
+    assert sorted(os.listdir()) == ["x.ckpt", "y.ckpt"]
+
+
+def test_a_full_state_that_is_on_its_way_is_expected_at_its_path(tmp_path: Path) -> None:
+    base = Held()
+    io = AsyncCheckpointIO(base)
+    with saving_full(tmp_path / "x.ckpt", io):
+        io.save_checkpoint({}, tmp_path / "x.ckpt")
+    assert background.will_exist(tmp_path / "x.ckpt")
+    base.goes_on.set()
+    io.drain()
 
 
 def test_fabric_saves_in_the_background_and_tells_at_the_next_step_what_failed(tmp_path: Path) -> None:

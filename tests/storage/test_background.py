@@ -135,6 +135,39 @@ def test_an_error_is_raised_though_nobody_has_the_engine_any_more() -> None:
         settle()
 
 
+def test_an_error_is_raised_also_if_one_who_waits_for_a_later_save_fails(
+    queue: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    submitted(queue, "a", Gate("", [], OSError("no luck")).open())
+    later = submitted(queue, "b", Gate("", []).open())
+
+    def fails(_: Save) -> None:
+        raise ValueError("the logger has lost its server")
+
+    later.when_settled(fails)
+    with pytest.raises(OSError, match="no luck"):
+        drain()
+    assert "the logger has lost its server" in caplog.text
+    assert not busy
+
+
+def test_what_no_thread_can_be_had_for_is_an_error_at_once(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot_start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    released: list[Save] = []
+    save = Save(Path("a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", cannot_start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            queue.submit(save, Gate("", []).open(), lambda: released.append(save))
+    assert released == [save]
+    done: list[str] = []
+    submitted(queue, "b", Gate("save", done).open())
+    drain()
+    assert done == ["save"]
+
+
 def test_callbacks_are_called_when_the_training_thread_settles_and_not_before(queue: Queue) -> None:
     called: list[tuple[Save, threading.Thread]] = []
     with watching() as saves:

@@ -307,19 +307,15 @@ def test_the_same_memory_is_used_again_and_replaced_by_more_when_it_must(monkeyp
     assert sizes == [1600 * 128, 1601 * 144]
 
 
-def test_as_many_copies_as_there_are_slots_keep_apart() -> None:
+def test_copies_keep_apart_and_no_more_memory_is_kept_than_for_as_many_as_there_are_slots() -> None:
     memory = Staging(slots=2)
-    first, second = (memory.stage_object(torch.full((1000,), value)) for value in (1.0, 2.0))
-    with pytest.raises(AssertionError, match="has not been released"):
-        memory.stage_object(torch.zeros(1))
-    first.release()
-    first.release()
-    third = memory.stage_object(torch.full((1000,), 3.0))
-    with pytest.raises(AssertionError, match="has not been released"):
-        memory.stage_object(torch.zeros(1))
+    staged = [memory.stage_object(torch.full((1000,), value)) for value in (1.0, 2.0, 3.0)]
+    assert [copy.object()[0] for copy in staged] == [1.0, 2.0, 3.0]
+    for copy in (*staged, staged[0]):
+        copy.release()
     with pytest.raises(AssertionError, match="has been released"):
-        first.object()
-    assert (second.object()[0], third.object()[0]) == (2.0, 3.0)
+        staged[0].object()
+    assert len(memory._free) == 2
 
 
 def test_a_copy_can_be_used_and_released_by_another_thread() -> None:

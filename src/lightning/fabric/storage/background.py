@@ -43,7 +43,7 @@ def _raise_one(errors: list[BaseException]) -> None:
 
 def _log(errors: list[BaseException]) -> None:
     for error in errors:
-        log.error(f"A checkpoint was not saved: {type(error).__name__}: {display(str(error))}")
+        log.error(f"Saves in the background: {type(error).__name__}: {display(str(error))}")
 
 
 def drain() -> None:

@@ -275,7 +275,7 @@ def saving_full(location: Location, checkpoint_io: "CheckpointIO") -> Iterator[N
             if engine is None:
                 _remove_what_a_file_replaces(location)
             else:
-                engine.when_saved(location, lambda: _remove_what_a_file_replaces(location))
+                engine.remove(location, lambda: _remove_what_a_file_replaces(location), is_partial=True)
 
 
 def _remove_what_a_file_replaces(location: Location) -> None:

@@ -1,7 +1,9 @@
 """Saves checkpoints in the background: the training thread only copies the state to host memory."""
 
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,7 +13,7 @@ from lightning.fabric.storage.host_memory import ALIGNMENT
 from lightning.fabric.storage.location import Location
 from lightning.fabric.storage.ranks import failures_of_ranks, from_rank_zero
 from lightning.fabric.storage.save_queue import OnError, Queue, Save
-from lightning.fabric.storage.staging import Staged, Staging
+from lightning.fabric.storage.staging import Staging
 from lightning.fabric.storage.stats import reporting, stage
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 
@@ -37,6 +39,8 @@ class Engine:
     """
 
     def __init__(self, max_in_flight: int, when_busy: WhenBusy, on_error: OnError) -> None:
+        #: Of no use in another one.
+        self.process = os.getpid()
         self._skips = when_busy == "skip"
         self._queue = Queue(max_in_flight, on_error)
         self._staging = Staging(max_in_flight)
@@ -80,7 +84,7 @@ class Engine:
                 staged.wait()
                 write(staged.object())
 
-        self._submit(save, staged, write_copy)
+        self._queue.submit(save, write_copy, staged.release)
 
     def save_sharded(self, state: dict[str, Any], meta: dict[str, Any] | None, location: Location) -> None:
         """Saves a sharded checkpoint; a collective call, as the work in the background is among its threads.
@@ -94,6 +98,8 @@ class Engine:
         from lightning.fabric.storage.plans import Plans, Shard
 
         self.set_up()
+        if isinstance(location, Path):
+            location = location.absolute()  # training may change the working folder
         save = Save(location)
         if self._skips and not from_rank_zero(lambda: self._queue.has_room):
             self._queue.skip(save)
@@ -113,20 +119,18 @@ class Engine:
                 if not isinstance(error, Exception):
                     raise
                 return
-        self._submit(save, shard.copy, partial(_save_shard, location, meeting, shard.arrived, plans))
+        work = partial(_save_shard, location, meeting, shard.arrived, plans)
+        self._queue.submit(save, work, shard.copy.release)
 
-    def _submit(self, save: Save, staged: Staged, write: Callable[[], None]) -> None:
-        def work() -> None:
-            try:
-                write()
-            finally:
-                staged.release()
+    def remove(self, location: Location, work: Callable[[], None], is_partial: bool = False) -> None:
+        """Has ``work`` done after the last save, unless that fails.
 
-        self._queue.submit(save, work)
-
-    def when_saved(self, location: Location, work: Callable[[], None]) -> None:
-        """Has something done after the last save, unless that fails."""
-        self._queue.submit_removal(location, work)
+        Args:
+            location: Where it removes something.
+            work: Removes it.
+            is_partial: Whether what was saved there stays.
+        """
+        self._queue.submit_removal(location, work, is_partial)
 
     def warm(self, tensors: Iterable[Tensor]) -> None:
         """Allocates memory in a thread, so that the first save need not.

@@ -1,6 +1,7 @@
 """Saves and removals that are done one after the other, in a thread."""
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,6 +20,10 @@ OnError = Literal["raise", "warn"]
 #: gone by then.
 busy: "set[Queue]" = set()
 _of_thread = threading.local()
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    # what is on its way goes on in the parent: a child that waited for it, a data loader's worker say, would never end
+    os.register_at_fork(after_in_child=busy.clear)
 
 
 class Save:
@@ -59,13 +64,19 @@ class Save:
 
 
 class _Removal:
-    def __init__(self, location: Location) -> None:
+    def __init__(self, location: Location, is_partial: bool) -> None:
         self.location = location
+        self.is_partial = is_partial
         self.error: BaseException | None = None
         self.is_conditional = not getattr(_of_thread, "removes_unconditionally", False)
 
 
-_Job = tuple[Save | _Removal, Callable[[], None]]
+#: What is to be done, how, and what is called afterwards, or when it is given up before it has begun.
+_Job = tuple[Save | _Removal, Callable[[], None], Callable[[], None]]
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class Queue:
@@ -93,7 +104,7 @@ class Queue:
     def has_room(self) -> bool:
         """Whether a save can be submitted now."""
         with self._changed:
-            jobs = {self._doing, *(job for job, _ in self._jobs)}
+            jobs = {self._doing, *(job for job, *_ in self._jobs)}
             return sum(isinstance(job, Save) for job in jobs) < self._max_in_flight
 
     def wait_for_room(self, location: Location) -> None:
@@ -102,12 +113,16 @@ class Queue:
             self._changed.wait_for(lambda: self.has_room and not self._saves_to(location))
 
     def _saves_to(self, location: Location) -> bool:
-        return any(isinstance(job, Save) and job.location == location for job, _ in self._jobs)
+        return any(isinstance(job, Save) and job.location == location for job, *_ in self._jobs)
 
-    def submit(self, save: Save, work: Callable[[], None]) -> None:
-        """Has ``work`` done, which saves."""
+    def submit(self, save: Save, work: Callable[[], None], release: Callable[[], None] = _do_nothing) -> None:
+        """Has ``work`` done, which saves, and ``release`` in any case, which lets go of what it saves.
+
+        Raises:
+            RuntimeError: There can be no more threads.
+        """
+        self._append(save, lambda: _do_save(save, work), release)
         _submitted(save)
-        self._append(save, lambda: _do_save(save, work))
 
     def skip(self, save: Save) -> None:
         """Remembers a save that is not done."""
@@ -115,34 +130,53 @@ class Queue:
         _submitted(save)
         self._append(save, lambda: None)
 
-    def submit_removal(self, location: Location, work: Callable[[], None]) -> None:
-        """Has ``work`` done, which removes what is at ``location``, unless the save before it fails."""
-        self._append(_Removal(location), work)
+    def submit_removal(self, location: Location, work: Callable[[], None], is_partial: bool = False) -> None:
+        """Has ``work`` done, which removes what is at ``location``, unless the save before it fails.
 
-    def _append(self, job: Save | _Removal, work: Callable[[], None]) -> None:
+        Args:
+            location: Where.
+            work: Removes it.
+            is_partial: Whether what was saved there stays.
+        """
+        self._append(_Removal(location, is_partial), work)
+
+    def _append(
+        self, job: Save | _Removal, work: Callable[[], None], release: Callable[[], None] = _do_nothing
+    ) -> None:
         busy.add(self)
         with self._changed:
-            self._jobs.append((job, work))
-            if not self._is_running:
-                self._is_running = True
+            self._jobs.append((job, work, release))
+            if self._is_running:
+                return
+            self._is_running = True
+            try:
                 threading.Thread(target=self._run, name="checkpoints", daemon=True).start()
+            except RuntimeError:  # nobody would ever do it
+                self._is_running = False
+                self._jobs.pop()
+                release()
+                raise
 
     def _run(self) -> None:
+        _of_thread.is_of_queue = True
         while True:
             with self._changed:
                 if not self._jobs:
                     self._is_running = False
                     return
-                job, work = self._jobs[0]
+                job, work, release = self._jobs[0]
                 self._doing = job
             if isinstance(job, Save) or not (job.is_conditional and self._last_failed):
                 try:
-                    work()
+                    try:
+                        work()
+                    finally:
+                        release()
                 except BaseException as error:
                     job.error = error
             else:
                 log.info(f"{display(job.location)} is kept, for the checkpoint that replaces it was not saved")
-            del work  # and what it holds
+            del work, release  # and what they hold
             self._end(job)
 
     def _end(self, job: Save | _Removal) -> None:
@@ -159,15 +193,24 @@ class Queue:
     def will_exist(self, location: Location) -> bool | None:
         """What the last job that is about ``location`` leaves there; None if there is none."""
         with self._changed:
-            for job, _ in reversed(self._jobs):
+            for job, *_ in reversed(self._jobs):
                 if job.location == location:
-                    return isinstance(job, Save)
+                    return isinstance(job, Save) or job.is_partial
             return None
 
     def wait(self) -> None:
-        """Waits until everything is done. What that takes is in the reports of the saves that are waited for."""
+        """Waits until everything is done. What that takes is in the reports of the saves that are waited for.
+
+        Raises:
+            RuntimeError: What is being done waits for itself.
+        """
+        if getattr(_of_thread, "is_of_queue", False):
+            raise RuntimeError(
+                "A checkpoint cannot be loaded through AsyncCheckpointIO while it saves one in the same thread: use the"
+                " plugin that it was made with."
+            )
         with self._changed:
-            saves = [job for job, _ in self._jobs if isinstance(job, Save)]
+            saves = [job for job, *_ in self._jobs if isinstance(job, Save)]
         for save in saves:
             with stats.reporting(save.report), stats.stage("wait"), self._changed:
                 self._changed.wait_for(lambda save=save: save.done or not self._jobs)  # type: ignore[misc]
@@ -177,7 +220,10 @@ class Queue:
     def give_up(self) -> list[Save]:
         """Forgets what is not done; returns the saves among it."""
         with self._changed:
-            saves = [job for job, _ in self._jobs if isinstance(job, Save)]
+            saves = [job for job, *_ in self._jobs if isinstance(job, Save)]
+            for job, _, release in self._jobs:
+                if job is not self._doing:
+                    release()
             self._jobs.clear()
             if not self._ended:
                 busy.discard(self)
@@ -186,11 +232,14 @@ class Queue:
 
     def settle(self) -> list[BaseException]:
         """Tells of what has ended since the last call; returns the errors that are to be raised."""
-        errors = []
+        errors: list[BaseException] = []
         while self._ended:
             job = self._ended.popleft()
             if isinstance(job, Save):
-                job.settle()
+                try:
+                    job.settle()
+                except Exception as error:  # of a logger, say; what else there is to tell must not get lost
+                    errors.append(error)
             if job.error is None:
                 continue
             if self._on_error == "raise" or not isinstance(job.error, Exception):

@@ -23,14 +23,15 @@ _PIECE = 16 * 2**20
 class Staging:
     """Makes copies in memory that it keeps from one to the next, and replaces only by more.
 
-    One thread makes the copies. Another one may use and release them.
-
     Args:
-        slots: How many copies there may be at a time. Who has so many waits for the release of one before the next.
+        slots: For how many copies at a time memory is kept. Who has so many waits for the release of one before the
+            next. Where that is not possible, in a signal handler that saves while a copy is being made, or in another
+            thread, the next has memory of its own, which is given back with it.
     """
 
     def __init__(self, slots: int = 1) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may save
+        self._slots = slots
         self._free = [_Slot() for _ in range(slots)]
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -70,10 +71,7 @@ class Staging:
             tensors: Of any kind. If one comes twice, it is copied once.
             obj: As for :meth:`stage_object`, which tells what is returned and raised.
         """
-        with self._lock:
-            assert self._free, "every slot holds a copy that has not been released"
-            slot = max(self._free, key=lambda slot: slot.size)
-            self._free.remove(slot)
+        slot = self._take()
         staged = Staged(self, slot)
         try:
             with collection_paused():
@@ -82,6 +80,16 @@ class Staging:
             staged.release()
             raise
         return staged
+
+    def _take(self) -> "_Slot":
+        with self._lock:
+            self._free.sort(key=lambda slot: slot.size)
+            return self._free.pop() if self._free else _Slot()
+
+    def _give_back(self, slot: "_Slot") -> None:
+        with self._lock:
+            if len(self._free) < self._slots:
+                self._free.append(slot)
 
     def _stage(self, staged: "Staged", slot: "_Slot", tensors: Sequence[Tensor], obj: Any) -> None:
         staged._pickled = Pickled(obj)
@@ -177,10 +185,9 @@ class Staged:
         """Lets the memory be used for another copy. A second call does nothing."""
         self.wait()
         self._pickled, self._storages, self._tensors = None, [], []
-        with self._staging._lock:
-            slot, self._slot = self._slot, None
-            if slot is not None:
-                self._staging._free.append(slot)
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._staging._give_back(slot)
 
 
 class _Slot:

@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 from weakref import proxy
 
@@ -21,7 +21,7 @@ from lightning.fabric.storage.engine import engine_of
 from lightning.fabric.storage.location import display
 from lightning.fabric.storage.ranks import outcome_of_rank_zero
 from lightning.fabric.storage.save_queue import unconditionally, watching
-from lightning.pytorch.callbacks.checkpoint_history import History, Record, changes_since, paths_in, undo
+from lightning.pytorch.callbacks.checkpoint_history import History, Record, changes_since, only_durable, paths_in, undo
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -126,8 +126,10 @@ def _settled(callback: "ModelCheckpoint", trainer: "Trainer", record: Record) ->
 
 def _notify_loggers(callback: "ModelCheckpoint", trainer: "Trainer") -> None:
     if trainer.is_global_zero:
-        for logger in trainer.loggers:
-            logger.after_save_checkpoint(proxy(callback))
+        history = _history(callback) if _HISTORY in vars(callback) else None
+        with only_durable(callback, history) if history else nullcontext():
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(proxy(callback))
 
 
 def _agree(callback: "ModelCheckpoint", trainer: "Trainer") -> None:

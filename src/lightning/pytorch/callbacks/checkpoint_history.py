@@ -1,5 +1,7 @@
 """What the saves of a ModelCheckpoint have changed in it, so that one that fails can be taken back."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +138,28 @@ class History:
             if is_next or record.was_not_begun:
                 outcomes[number] = record.is_durable
         return outcomes
+
+
+@contextmanager
+def only_durable(callback: "ModelCheckpoint", history: History) -> Iterator[None]:
+    """For a body that is to see the fields without what saves on their way have changed: it may open what they name."""
+    now, scores = fields_of(callback), dict(callback.best_k_models)
+    then = dict(now if history.before is None else history.before)
+    for record in reversed(history.pending.values()):
+        if not record.is_done:
+            then |= {key: before for key, (before, _) in record.changes.items()}
+    for key in now:
+        _set(callback, key, then.get(key, _ABSENT))
+    for key in then.keys() - now.keys():
+        _set(callback, key, then[key])
+    try:
+        yield
+    finally:
+        callback.best_k_models.clear()
+        for key, value in now.items():
+            if key[0] != _SCORES:
+                _set(callback, key, value)
+        callback.best_k_models.update(scores)
 
 
 def undo(callback: "ModelCheckpoint", history: History, number: int) -> list[str]:

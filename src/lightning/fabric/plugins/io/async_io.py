@@ -1,5 +1,7 @@
 """The checkpoint plugin that saves in the background."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -23,7 +25,8 @@ class AsyncCheckpointIO(CheckpointIO):
 
     Args:
         checkpoint_io: What saves, loads and removes; by default a
-            :class:`~lightning.fabric.plugins.io.torch_io.TorchCheckpointIO`.
+            :class:`~lightning.fabric.plugins.io.torch_io.TorchCheckpointIO`. It is called in a thread of its own, and
+            must not keep the tensors of a checkpoint when it has saved it: their memory is that of the next one.
         max_in_flight: How many saves may be on their way at a time. Each takes as much host memory as its state.
         when_busy: What to do with a save that comes when there are as many: ``"wait"`` until one has ended, or
             ``"skip"`` it.
@@ -60,7 +63,7 @@ class AsyncCheckpointIO(CheckpointIO):
     @property
     def engine(self) -> Engine:
         """What saves in the background."""
-        if self._engine is None:
+        if self._engine is None or self._engine.process != os.getpid():  # a fork has none of its threads
             self._engine = Engine(*self._engine_arguments)
         return self._engine
 
@@ -85,7 +88,7 @@ class AsyncCheckpointIO(CheckpointIO):
             Exception: ``checkpoint`` cannot be pickled; whatever the pickler says of it.
         """
         background.settle()
-        io = self.checkpoint_io
+        io, path = self.checkpoint_io, _fixed(path)
         self.engine.save(
             checkpoint, locate(path), lambda copy: io.save_checkpoint(copy, path, storage_options=storage_options)
         )
@@ -104,8 +107,8 @@ class AsyncCheckpointIO(CheckpointIO):
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
         """Has a checkpoint removed after what is on its way, unless the last save before that fails."""
-        io = self.checkpoint_io
-        self.engine.when_saved(locate(path), lambda: io.remove_checkpoint(path))
+        io, path = self.checkpoint_io, _fixed(path)
+        self.engine.remove(locate(path), lambda: io.remove_checkpoint(path))
 
     def drain(self) -> None:
         """Waits until everything that is on its way is durable.
@@ -122,3 +125,9 @@ class AsyncCheckpointIO(CheckpointIO):
             background.drain()
         finally:
             self.checkpoint_io.teardown()
+
+
+def _fixed(path: _PATH) -> _PATH:
+    """A path that does not depend on the working folder, which may be another one by the time it is used."""
+    location = locate(path)
+    return location.absolute() if isinstance(location, Path) and not location.is_absolute() else path
