@@ -5,7 +5,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,19 +131,19 @@ def test_a_whole_file_is_sent_a_bounded_number_of_times(
     assert sent[-1][1] > 5_000_000 * 6 / 7 - 5000  # what lags behind is an eighth
 
 
-def test_a_slow_log_lags_no_more_than_a_minute_per_mib(
+def test_a_slow_log_lags_no_more_than_four_minutes_per_mib(
     url: str, clock: SimpleNamespace, sent: list[tuple[str, int]]
 ) -> None:
     mirror = Mirror(url)
     append(mirror, "metrics.csv", bytes(2**20))
     times = []
-    for clock.now in range(0, 30 * 1000, 30):
+    for clock.now in range(0, 30 * 200, 30):
         append(mirror, "metrics.csv", b"1\n")
         before = len(sent)
         a_round(mirror)
         times += [clock.now] * (len(sent) - before)
     steady = times[len(times) // 2 :]
-    assert max(after - before for before, after in zip(steady, steady[1:], strict=False)) <= 90
+    assert max(after - before for before, after in pairwise(steady)) <= 270
 
 
 def test_a_file_that_did_not_change_is_not_sent_again(url: str, sent: list[tuple[str, int]]) -> None:

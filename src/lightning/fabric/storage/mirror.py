@@ -1,7 +1,7 @@
 """Logs that grow on this machine while a store has copies of them, which follow at a bounded rate.
 
-An object cannot be appended to: each copy is an upload of its own, of the whole. So files of events go in segments, which
-TensorBoard reads one after the other, and any other file goes less often the larger it is.
+An object cannot be appended to: each copy is an upload of its own, of the whole. So files of events go in segments,
+which TensorBoard reads one after the other, and any other file goes less often the larger it is.
 """
 
 import atexit
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 #: How long what is new may wait, in seconds.
 INTERVAL_S = 30.0
-#: How often a byte may be sent in the mean: at most that many times the size of a file is uploaded for it ...
+#: For a file, at most that many times its size is uploaded ...
 _TIMES = 8
-#: ... beside this many bytes for each second, which are little for a network and keep a slow log from lagging far behind.
-_SPARE_BYTES_PER_S = 16 * 2**10
+#: ... and this many bytes for each second, so that one that grows slowly does not lag far behind.
+_SPARE_BYTES_PER_S = 4 * 2**10
 #: Sizes between which a segment ends when it has been sent so often, and at which it ends in any case.
 _SMALLEST_SEGMENT = 64 * 2**10
 _LARGEST_SEGMENT = 8 * 2**20
@@ -62,7 +62,7 @@ class Mirror:
         weakref.finalize(self, self._copies.end).atexit = False
 
     def flush(self) -> None:
-        """Has copied what is new within half a minute or, for a file above 512 KiB, a minute per MiB at most.
+        """Has copied what is new in half a minute; a file above 120 KiB that holds no events, at 4 KiB a second.
 
         Raises:
             OSError: It is the first time, when all is copied before this returns, and that failed. Later on, a failure
