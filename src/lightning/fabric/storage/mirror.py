@@ -71,8 +71,13 @@ class Mirror:
         self._copies.start()
 
     def drain(self) -> None:
-        """Copies all that is new before it returns. A failure is a warning in the log."""
-        self._copies.send_or_tell()
+        """Copies all that is new before it returns. A failure is a warning in the log, unless it is the first.
+
+        Raises:
+            OSError: As for :meth:`flush`.
+        """
+        if not self._copies.start():
+            self._copies.send_or_tell()
 
     def lacks(self, name: str) -> bool:
         """Whether the copy has no such file. It is asked once: the caller is expected to write one then.
@@ -87,7 +92,7 @@ class Mirror:
         return missing
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self.drain()  # else it would be sent later, over what the other one has sent
+        self._copies.send_or_tell()  # else it would be sent later, over what the other one has sent
         contents = {name: path.read_bytes() for name, path in self._copies.found() if not _holds_events(name)}
         return Mirror, (self._copies.location, contents)
 
@@ -113,13 +118,16 @@ class _Copies:
         for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
             yield path.relative_to(self.folder).as_posix(), path
 
-    def start(self) -> None:
+    def start(self) -> bool:
+        """Copies everything and starts the thread, unless that was done before."""
         if self._thread is None or self._process != os.getpid():  # threads do not survive a fork
             self._process = os.getpid()
             self._thread = threading.Thread(target=self._follow, name="lightning-logs", daemon=True)
             self._thread.start()
             _running.add(self)
             self._send(everything=True)
+            return True
+        return False
 
     def _follow(self) -> None:
         while not self._ended.wait(INTERVAL_S):

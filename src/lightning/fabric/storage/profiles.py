@@ -5,11 +5,11 @@ A profile is not worth the training: a store that does not take it is a warning,
 
 import io
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from os import PathLike
 from pathlib import Path
 from typing import IO
 
@@ -26,7 +26,7 @@ _PIECE = 16 * 2**20
 
 
 @contextmanager
-def folder_for(dirpath: str | PathLike[str]) -> Iterator[str]:
+def folder_for(dirpath: str | os.PathLike[str]) -> Iterator[str]:
     """A folder on this machine to write files into, which are in ``dirpath`` when the context ends.
 
     Args:
@@ -43,13 +43,13 @@ def folder_for(dirpath: str | PathLike[str]) -> Iterator[str]:
             _copy(path, join(location, path.relative_to(folder).as_posix()))
 
 
-def open_report(dirpath: str | PathLike[str], name: str) -> IO[str]:
+def open_report(dirpath: str | os.PathLike[str], name: str) -> IO[str]:
     """The text file ``name`` in ``dirpath``, to add to at its end."""
     location = locate(dirpath)
     if isinstance(location, Path):
         local = LocalFileSystem()
         local.makedirs(str(dirpath), exist_ok=True)
-        file: IO[str] = local.open(f"{dirpath}/{name}", "a")
+        file: IO[str] = local.open(os.path.join(dirpath, name), "a")
         return file
     return _Report(join(location, name))
 
