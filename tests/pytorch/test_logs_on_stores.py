@@ -23,7 +23,13 @@ from tests.storage.places import Folder, Memory, Store
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
-STORES = ["memory", "s3", "gcs", pytest.param("azure", marks=pytest.mark.azure)]
+STORES = [
+    ("lightning.pytorch", "memory"),
+    ("pytorch_lightning", "memory"),
+    ("lightning.pytorch", "s3"),
+    ("lightning.pytorch", "gcs"),
+    pytest.param("lightning.pytorch", "azure", marks=pytest.mark.azure),
+]
 
 
 @pytest.fixture
@@ -35,6 +41,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         yield Store(bucket.url, bucket)
     elif request.param == "memory":
         MemoryFileSystem.store.clear()
+        MemoryFileSystem.pseudo_dirs[:] = [""]
         yield Store("memory:/", Memory())
         MemoryFileSystem.store.clear()
     elif request.param == "gcs":
@@ -117,11 +124,8 @@ def anonymous(names: list[str]) -> list[str]:
     return sorted(name.partition(".tfevents.")[0] for name in names)
 
 
-@pytest.mark.parametrize("store", STORES, indirect=True)
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize(("name", "store"), STORES, indirect=["store"])
 def test_two_runs_leave_the_same_logs_as_on_a_local_folder(name: str, store: Store, tmp_path: Path) -> None:
-    if name != PACKAGES[0] and not store.root.startswith("memory"):
-        pytest.skip("both distributions have the same text")
     pytest.importorskip("tensorboard")
     pl = importlib.import_module(name)
     local = Folder(tmp_path / "logs")
@@ -159,7 +163,7 @@ def test_tensorboard_reads_segments_of_a_run_that_goes_on(
         written.append((step, float(step)))
         if step % 10 == 9:
             assert scalars(logger.log_dir, "x") == written
-    assert len(store.outside.names()) > 5
+    assert len(store.outside.names()) >= 5
     logger.finalize("success")
     logger.log_metrics({"x": 30.0}, 30)  # a new file of events
     logger.finalize("success")

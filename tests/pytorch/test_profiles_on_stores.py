@@ -62,7 +62,7 @@ def test_a_bucket_has_the_files_that_a_local_folder_has(
     fit(pl, make(pl, kind, Path(bucket.url) / "prof"))  # a Path that has lost a slash
     local = Folder(tmp_path)
     assert sorted(without_time(bucket.names())) == sorted(without_time(local.names()))
-    assert "Profile" in bucket.get("prof/fit-profile-0.txt").decode()
+    assert "Profile" in bucket.get("prof/fit-profile.txt").decode()
     for name in bucket.names():
         if name.endswith(".json"):
             assert json.loads(bucket.get(name))["traceEvents"]
@@ -75,7 +75,7 @@ def test_reports_of_runs_follow_each_other(bucket: Bucket) -> None:
     pl = importlib.import_module(PACKAGES[0])
     for _ in range(2):
         fit(pl, make(pl, "SimpleProfiler", f"{bucket.url}/prof"))
-    assert bucket.get("prof/fit-profile-0.txt").decode().count("FIT Profiler Report") == 2
+    assert bucket.get("prof/fit-profile.txt").decode().count("FIT Profiler Report") == 2
 
 
 @pytest.mark.parametrize("kind", ["SimpleProfiler", "AdvancedProfiler", "PyTorchProfiler"])
@@ -88,7 +88,7 @@ def test_a_refused_profile_is_a_warning_and_neither_ends_training_nor_spoils_the
     assert trainer.state.finished
     assert trainer.global_step == 7
     assert "A profile is lost" in caplog.text
-    assert f"{bucket.url}/prof/fit-profile-0" in caplog.text
+    assert f"{bucket.url}/prof/fit-profile.txt" in caplog.text
     assert bucket.names() == []
     fit(pl, make(pl, kind, f"{bucket.url}/prof"))
-    assert "prof/fit-profile-0.txt" in bucket.names()
+    assert "prof/fit-profile.txt" in bucket.names()
