@@ -1,6 +1,7 @@
 """Draws what ``run.py`` measured: ``python benchmarks/plot.py RESULTS PICTURE``. Needs matplotlib."""
 
 import json
+import re
 import statistics
 import sys
 import textwrap
@@ -56,9 +57,8 @@ def draw_panel(axes: Axes, results: dict[str, Any], row: Row, title: str, releas
         axes.annotate(
             number(middle), (position, max(found)), (0, 3), textcoords="offset points", ha="center", fontsize=8
         )
-    axes.set_xticks(
-        range(len(releases)), [release.replace(" ", "\n").replace("dcp.", "dcp.\n") for release in releases], fontsize=8
-    )
+    names = [re.sub(r" |(?<=[._])(?=\D)", "\n", release) for release in releases]
+    axes.set_xticks(range(len(releases)), names, fontsize=8)
     axes.set_xlim(-0.6, len(releases) - 0.4)
     axes.set_title("\n".join(textwrap.wrap(title, 26)), fontsize=9)
     axes.set_ylabel(row.unit, fontsize=8)

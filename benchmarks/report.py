@@ -103,7 +103,7 @@ def _stall_rows(figure: str, what: str, aim: str) -> tuple[Row, ...]:
         Row(figure, "ratio", f"... stall of the later ones / copy{aim}", ""),
         Row(figure, "saved_s", "... until a later one is saved", "s"),
         Row(figure, "memory_mib", "... extra memory while saving", "MiB"),
-        Row(figure, "kept_mib", "... and after it", "MiB"),
+        Row(figure, "kept_mib", "... and after it", "MiB", compared=False),
     )
 
 
@@ -211,7 +211,7 @@ def limits_table(results: dict[str, Any], rows: tuple[Row, ...]) -> list[str]:
 def how_many(results: dict[str, Any], rows: Iterable[Row]) -> str:
     """Runs of each figure of these rows, of which more may have been measured for some."""
     found = {len(runs) for row in rows for runs in results["figures"].get(row.figure, {}).values()}
-    return " to ".join(dict.fromkeys((str(min(found)), str(max(found)))))
+    return " to ".join(dict.fromkeys((str(min(found)), str(max(found))))) + (" run" if found == {1} else " runs")
 
 
 def sentences(results: dict[str, Any], rows: tuple[Row, ...]) -> list[str]:
@@ -221,7 +221,7 @@ def sentences(results: dict[str, Any], rows: tuple[Row, ...]) -> list[str]:
         how_often = "{runs} runs of each timing, {memory_runs} of memory and requests"
         rest = "Tensors of {tensor_mib} MiB."
     elif rows == ASYNC_ROWS:
-        how_often = f"runs of each figure: {how_many(results, rows)}, with {{saves}} saves after the first"
+        how_often = f"{how_many(results, rows)} of each figure, with {{saves}} saves after the first"
         rest = "Tensors of {tensor_mib} MiB in the file. Two ranks where it is sharded."
     else:
         how_often = "{sharded_runs} runs of each figure, {long_runs} of the {kinds} kinds of tensors"
