@@ -20,7 +20,7 @@ PLOT_STAMP := $(BENCH)/plot/plot-$(call checksum,requirements/plot.txt)
 # Lightning is a package that is installed, and so are our modules inside it: mypy finds them by name.
 OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' | LC_ALL=C sort)
 
-.PHONY: setup test test-azure lint demo bench bench-files bench-sharded bench-scale dev clean
+.PHONY: setup test test-azure lint demo bench bench-files bench-sharded bench-async bench-scale dev clean
 .DELETE_ON_ERROR:
 
 setup: $(FORK_STAMP)
@@ -47,17 +47,20 @@ lint: setup
 demo: setup
 	$(BIN)/python demo/run.py
 
-# Ours in .venv, beside stock releases in environments of their own; takes about half an hour. One half after the other,
+# Ours in .venv, beside stock releases in environments of their own; takes more than an hour. One part after the other,
 # whatever `make -j` says.
 bench: setup $(STOCK_STAMPS) $(PLOT_STAMP)
 	$(MAKE) bench-files
 	$(MAKE) bench-sharded
+	$(MAKE) bench-async
 
 bench-files: RELEASES := stock-2.6.4 upstream
 bench-files: PICTURE := docs/benchmarks.svg
 bench-sharded: RELEASES := upstream
 bench-sharded: PICTURE := docs/benchmarks-sharded.svg
-bench-files bench-sharded: bench-%: setup $(STOCK_STAMPS) $(PLOT_STAMP)
+bench-async: RELEASES := upstream
+bench-async: PICTURE := docs/benchmarks-async.svg
+bench-files bench-sharded bench-async: bench-%: setup $(STOCK_STAMPS) $(PLOT_STAMP)
 	$(BIN)/python benchmarks/run.py --only $* --results $(BENCH)/$*.json \
 	  $(RELEASES:%=--beside $(BENCH)/%/bin/python)
 	$(BIN)/python benchmarks/report.py $(BENCH)/$*.json docs/benchmarks.md

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import background
 import fsspec.config
 import s3fs  # noqa: F401  # here, rather than in each measurement
 import sharded
@@ -187,9 +188,11 @@ def fit(url: str, epochs: int) -> dict[str, float]:
     return {"wall_s": clock.wall}
 
 
-MEASUREMENTS: dict[str, Callable[..., dict[str, float]]] = {
-    function.__name__: function for function in (save, save_local, hold_up, load, save_training, resume, fit)
-} | sharded.MEASUREMENTS
+MEASUREMENTS: dict[str, Callable[..., dict[str, Any]]] = (
+    {function.__name__: function for function in (save, save_local, hold_up, load, save_training, resume, fit)}
+    | sharded.MEASUREMENTS
+    | background.MEASUREMENTS
+)
 
 
 def describe() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """What is measured: every figure by name, and how much of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 #: The ranks of a sharded checkpoint, all on this machine.
@@ -24,9 +24,20 @@ class Sizes:
     memory_runs: int = 2
     sharded_runs: int = 3
     long_runs: int = 2
+    state_mib: int = 2048
+    saves: int = 4
+    steps: int = 300
+    slow_megabytes_per_s: int = 25
+    background_runs: int = 5
 
 
-QUICK = Sizes(mib=32, tensor_mib=8, large_mib=48, small_tensors=40, runs=1, memory_runs=1, sharded_runs=1, long_runs=1)
+QUICK = Sizes(
+    mib=32, tensor_mib=8, large_mib=48, small_tensors=40, state_mib=32, saves=2, steps=10,
+    runs=1, memory_runs=1, sharded_runs=1, long_runs=1, background_runs=1,
+)  # fmt: skip
+#: The ways of torch to save in the background, as columns, with what asks for them. The second does not take FSDP1's.
+TORCH = {"dcp.async_save": {"way": "torch"}}
+TORCH_KEPT = {"dcp.async_save, memory kept": {"way": "torch, kept"}}
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,8 @@ class Figure:
         link: Options of the server.
         prepare: The measurement that makes the object which this one loads, once for each place.
         ranks: How many processes measure together.
+        others: Columns beside the releases: what the environment of this Lightning measures as well, with what is
+            different in its arguments.
     """
 
     measure: str
@@ -52,6 +65,7 @@ class Figure:
     link: tuple[str, ...] = ()
     prepare: str = ""
     ranks: int = 1
+    others: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def file_figures(sizes: Sizes) -> dict[str, Figure]:
@@ -87,6 +101,23 @@ def sharded_figures(sizes: Sizes) -> dict[str, Figure]:
         "sharded_mixed": Figure("load_small", store, mixed, few, link=latency, prepare="save_small", ranks=RANKS),
         "sharded_load": Figure("load_shards", store, fsdp2, runs, link=link, prepare="save_shards", ranks=RANKS),
         "sharded_local": Figure("shards_on_disk", "checkpoints/x.ckpt", fsdp2, runs, ranks=RANKS),
+    }
+
+
+def background_figures(sizes: Sizes) -> dict[str, Figure]:
+    """Saves that go on while training does, by name."""
+    whole = {"mib": sizes.state_mib, "tensor_mib": sizes.tensor_mib, "way": "plugin"}
+    shards = {"mib": sizes.mib, "saves": sizes.saves, "way": "plugin"}
+    slow = ("--megabytes-per-s", str(sizes.slow_megabytes_per_s))
+    sink, runs = "s3://sink/{release}-{run}.ckpt", sizes.background_runs
+    both = TORCH | TORCH_KEPT
+    return {
+        "stall": Figure("stall_of_file", sink, {**whole, "saves": sizes.saves}, runs, others=both),
+        "stall_fsdp2": Figure("stall_of_shards", sink, {**shards, "strategy": "fsdp2"}, runs, ranks=RANKS, others=both),
+        "stall_fsdp1": Figure(
+            "stall_of_shards", sink, {**shards, "strategy": "fsdp1"}, runs, ranks=RANKS, others=TORCH
+        ),
+        "steps": Figure("steps_beside_a_save", sink, {**whole, "steps": sizes.steps}, runs, link=slow, others=TORCH),
     }
 
 

@@ -1,6 +1,7 @@
 """Draws what ``run.py`` measured: ``python benchmarks/plot.py RESULTS PICTURE``. Needs matplotlib."""
 
 import json
+import re
 import statistics
 import sys
 import textwrap
@@ -10,10 +11,10 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from report import OURS, PAGE, Row, number, size, values
+from report import OURS, PAGE, Row, columns, number, size, values
 
 COLUMNS = 5
-COLOURS = ("#b8b8b8", "#8a8a8a", "#1f6fb4")
+COLOURS = ("#b8b8b8", "#8a8a8a", "#d8b070", "#1f6fb4")
 PANELS = {
     ("save", "wall_s"): "Save of {size} to S3, wall time",
     ("save", "cpu_s"): "Save of {size} to S3, processor time",
@@ -34,12 +35,16 @@ PANELS = {
     ("sharded_load", "wall_s"): "Restore of {size} a rank over a slow link, wall time",
     ("sharded_local", "save_wall_s"): "Save of {size} a rank to a local disk, wall time",
     ("sharded_local", "load_wall_s"): "Restore of it from a local disk, wall time",
+    ("stall", "ratio"): "Stall of a save of {state} in the background / copy",
+    ("stall", "memory_mib"): "Save of {state} in the background, extra memory",
+    ("stall_fsdp2", "ratio"): "FSDP2, stall of a save in the background / copy",
+    ("stall_fsdp1", "ratio"): "FSDP1, stall of a save in the background / copy",
+    ("steps", "ratio"): "Step during an upload of {state} / without",
 }
 
 
-def draw_panel(axes: Axes, results: dict[str, Any], row: Row, title: str) -> None:
+def draw_panel(axes: Axes, results: dict[str, Any], row: Row, title: str, releases: list[str]) -> None:
     """One bar for each release: the median, with a line from the least to the greatest."""
-    releases = list(results["versions"])
     for position, release in enumerate(releases):
         found = values(results, row, release)
         if not found:
@@ -52,7 +57,8 @@ def draw_panel(axes: Axes, results: dict[str, Any], row: Row, title: str) -> Non
         axes.annotate(
             number(middle), (position, max(found)), (0, 3), textcoords="offset points", ha="center", fontsize=8
         )
-    axes.set_xticks(range(len(releases)), [release.replace(" ", "\n") for release in releases], fontsize=8)
+    names = [re.sub(r" |(?<=[._])(?=\D)", "\n", release) for release in releases]
+    axes.set_xticks(range(len(releases)), names, fontsize=8)
     axes.set_xlim(-0.6, len(releases) - 0.4)
     axes.set_title("\n".join(textwrap.wrap(title, 26)), fontsize=9)
     axes.set_ylabel(row.unit, fontsize=8)
@@ -73,8 +79,9 @@ def main(results: Path, picture: Path) -> None:
     figure = Figure(figsize=(12, 3.2 * height), layout="constrained")
     grid = figure.subplots(height, COLUMNS, squeeze=False)
     for (row, title), axes in zip(panels.items(), grid.flat, strict=False):
-        titled = title.format(size=size(sizes["mib"]), large=size(sizes["large_mib"]), **sizes)
-        draw_panel(axes, measured, row, titled)
+        large, state = size(sizes["large_mib"]), size(sizes["state_mib"])
+        titled = title.format(size=size(sizes["mib"]), large=large, state=state, **sizes)
+        draw_panel(axes, measured, row, titled, columns(measured, panels))
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     figure.savefig(picture, metadata={"Date": None})

@@ -4,8 +4,10 @@ Run it with ``python benchmarks/report.py RESULTS PAGE``; the tables of what is 
 """
 
 import json
+import math
 import statistics
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ class Row:
         label: What it is called, where the sizes of the run are filled in.
         unit: Its unit.
         compared: Whether it says something about a release.
+        percentile: What of all numbers is shown, in percent, for the median and the extremes.
     """
 
     figure: str
@@ -42,6 +45,7 @@ class Row:
     label: str
     unit: str
     compared: bool = True
+    percentile: int | None = None
 
 
 FILE_ROWS = (
@@ -88,8 +92,40 @@ SHARDED_ROWS = (
     Row("sharded_local", "load_cpu_s", "... processor time of both ranks", "s"),
     Row("sharded_local", "load_memory_mib", "... extra memory of a rank", "MiB"),
 )  # fmt: skip
+
+
+def _stall_rows(figure: str, what: str, aim: str) -> tuple[Row, ...]:
+    return (
+        Row(figure, "first_s", f"{what}: stall of the first save", "s"),
+        Row(figure, "stalls_s", "... of the later ones", "s"),
+        Row(figure, "stalls_s", "... 99th percentile of these", "s", percentile=99),
+        Row(figure, "copies_s", "... `copy_` of the state in one thread (control)", "s", compared=False),
+        Row(figure, "ratio", f"... stall of the later ones / copy{aim}", ""),
+        Row(figure, "saved_s", "... until a later one is saved", "s"),
+        Row(figure, "memory_mib", "... extra memory while saving", "MiB"),
+        Row(figure, "kept_mib", "... and after it", "MiB", compared=False),
+    )
+
+
+_FSDP1 = "stall_fsdp1"
+ASYNC_ROWS = (
+    *_stall_rows("stall", "State of {state} in one file", " (at most 1.5 is aimed at)"),
+    *_stall_rows("stall_fsdp2", "FSDP2, {size} a rank, sharded", " (at most 2 is aimed at)"),
+    *_stall_rows(_FSDP1, "FSDP1, the same", ""),
+    Row(_FSDP1, "collected_s", "... FSDP1's own `state_dict` and `optim_state_dict`", "s", compared=False),
+    Row(_FSDP1, "rest_ratio", "... stall without these / copy (at most 4 is aimed at)", ""),
+    Row("steps", "without_ms", "A step of training in one thread, no save", "ms", compared=False),
+    Row("steps", "during_ms", "... while {state} are uploaded", "ms"),
+    Row("steps", "ratio", "... with / without (at most 1.1 is aimed at)", ""),
+    Row("steps", "idle_ratio", "... without, again / without (control)", "", compared=False),
+    Row("steps", "steps_ms", "... 99th percentile, during the upload", "ms", percentile=99),
+    Row("steps", "idle_steps_ms", "... 99th percentile, no save (control)", "ms", compared=False, percentile=99),
+    Row("steps", "longest_ms", "... longest, during the upload", "ms"),
+    Row("steps", "idle_longest_ms", "... longest, no save (control)", "ms", compared=False),
+    Row("steps", "uploaded_s", "... time from the save to its end", "s"),
+)
 #: The rows that go between the markers of each name.
-PAGE = {"results": FILE_ROWS, "sharded": SHARDED_ROWS}
+PAGE = {"results": FILE_ROWS, "sharded": SHARDED_ROWS, "async": ASYNC_ROWS}
 
 
 def size(mib: int) -> str:
@@ -99,7 +135,8 @@ def size(mib: int) -> str:
 def label(row: Row, sizes: dict[str, int]) -> str:
     link = "{latency_ms} ms and {megabytes_per_s} MB/s a connection".format(**sizes)
     small = "{small_tensors} tensors of {small_kib} KiB".format(**sizes)
-    return row.label.format(size=size(sizes["mib"]), large=size(sizes["large_mib"]), link=link, small=small, **sizes)
+    large, state = size(sizes["large_mib"]), size(sizes["state_mib"])
+    return row.label.format(size=size(sizes["mib"]), large=large, state=state, link=link, small=small, **sizes)
 
 
 def number(value: float) -> str:
@@ -108,29 +145,46 @@ def number(value: float) -> str:
 
 
 def values(results: dict[str, Any], row: Row, release: str) -> list[float]:
-    """What was measured, run by run; empty if it was not."""
-    return [run[row.key] for run in results["figures"].get(row.figure, {}).get(release, [])]
+    """What was measured in all runs, of which each has one number or several; empty if nothing was."""
+    found = [run[row.key] for run in results["figures"].get(row.figure, {}).get(release, [])]
+    return [value for one in found for value in (one if isinstance(one, list) else [one])]
 
 
-def cell(found: list[float], unit: str) -> str:
-    """The median, and the least and the greatest where they differ."""
+def columns(results: dict[str, Any], rows: Iterable[Row]) -> list[str]:
+    """The releases, ours last, and what was measured beside them."""
+    measured = [name for row in rows for name in results["figures"].get(row.figure, {})]
+    return [*(name for name in dict.fromkeys([*results["versions"], *measured]) if name != OURS), OURS]
+
+
+def middle(found: list[float], row: Row) -> float:
+    """The number that is shown of several: their median, or a percentile as the least that so many do not exceed."""
+    if row.percentile is None:
+        return statistics.median(found)
+    return sorted(found)[math.ceil(len(found) * row.percentile / 100) - 1]
+
+
+def cell(found: list[float], row: Row) -> str:
+    """A median with the least and the greatest where they differ; a percentile alone."""
     if not found:
         return "not measured"
-    least, middle, most = (number(value) for value in (min(found), statistics.median(found), max(found)))
-    return f"{middle} {unit}".strip() + (f" ({least} - {most})" if least != most else "")
+    if row.percentile is not None:
+        return f"{number(middle(found, row))} {row.unit}"
+    unit = row.unit
+    least, median, most = (number(value) for value in (min(found), middle(found, row), max(found)))
+    return f"{median} {unit}".strip() + (f" ({least} - {most})" if least != most else "")
 
 
 def main_table(results: dict[str, Any], rows: tuple[Row, ...]) -> list[str]:
     """All numbers, and what ours are of those of the release that we start from."""
-    releases = list(results["versions"])
+    releases = columns(results, rows)
     base = f"stock {results['versions'][OURS]['lightning'].partition('+')[0]}"
     lines = [f"| | {' | '.join(releases)} | {OURS} / {base} |", "|---|" + "---|" * (len(releases) + 1)]
     for row in rows:
         if row.figure not in results["figures"]:
             continue
-        cells = [cell(values(results, row, release), row.unit) for release in releases]
+        cells = [cell(values(results, row, release), row) for release in releases]
         ours, theirs = (values(results, row, release) for release in (OURS, base))
-        ratio = f"{statistics.median(ours) / statistics.median(theirs):.2f}" if row.compared and ours and theirs else ""
+        ratio = f"{middle(ours, row) / middle(theirs, row):.2f}" if row.compared and ours and theirs else ""
         lines.append(f"| {label(row, results['sizes'])} | {' | '.join([*cells, ratio])} |")
     return lines
 
@@ -154,12 +208,21 @@ def limits_table(results: dict[str, Any], rows: tuple[Row, ...]) -> list[str]:
     return lines
 
 
+def how_many(results: dict[str, Any], rows: Iterable[Row]) -> str:
+    """Runs of each figure of these rows, of which more may have been measured for some."""
+    found = {len(runs) for row in rows for runs in results["figures"].get(row.figure, {}).values()}
+    return " to ".join(dict.fromkeys((str(min(found)), str(max(found))))) + (" run" if found == {1} else " runs")
+
+
 def sentences(results: dict[str, Any], rows: tuple[Row, ...]) -> list[str]:
     """On what was measured."""
     machine, sizes = results["machine"], results["sizes"]
     if rows == FILE_ROWS:
         how_often = "{runs} runs of each timing, {memory_runs} of memory and requests"
         rest = "Tensors of {tensor_mib} MiB."
+    elif rows == ASYNC_ROWS:
+        how_often = f"{how_many(results, rows)} of each figure, with {{saves}} saves after the first"
+        rest = "Tensors of {tensor_mib} MiB in the file. Two ranks where it is sharded."
     else:
         how_often = "{sharded_runs} runs of each figure, {long_runs} of the {kinds} kinds of tensors"
         rest = "Two ranks."
@@ -176,7 +239,9 @@ def sentences(results: dict[str, Any], rows: tuple[Row, ...]) -> list[str]:
 def render(results: dict[str, Any], rows: tuple[Row, ...]) -> str:
     """All that goes between two markers."""
     machine, *versions = sentences(results, rows)
-    blocks = [[machine], versions, main_table(results, rows), limits_table(results, rows)]
+    blocks = [[machine], versions, main_table(results, rows)]
+    if rows != ASYNC_ROWS:
+        blocks.append(limits_table(results, rows))
     return "\n\n".join("\n".join(block) for block in blocks)
 
 

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,13 +17,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import import_time
-from figures import QUICK, Figure, Sizes, file_figures, sharded_figures
+from figures import QUICK, Figure, Sizes, background_figures, file_figures, sharded_figures
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
@@ -30,7 +31,11 @@ OURS = "ours"
 SINK = "s3://sink/"
 IMPORT = "import"
 #: Names of several figures.
-GROUPS = {"files": [*file_figures(QUICK), IMPORT], "sharded": [*sharded_figures(QUICK)]}
+GROUPS = {
+    "files": [*file_figures(QUICK), IMPORT],
+    "sharded": [*sharded_figures(QUICK)],
+    "async": [*background_figures(QUICK)],
+}
 #: Has s3fs send bodies as they are: without TLS it would sign them (SHA-256), and compute another checksum (CRC).
 UNSIGNED = {
     "s3": {"payload_signing_enabled": False},
@@ -121,20 +126,29 @@ def client(python: Path, folder: Path) -> Iterator[Client]:
 
 def measure(figure: Figure, clients: dict[str, Client]) -> dict[str, list[dict[str, Any]]]:
     """Measures a figure with every client in turn, so that what else the machine does meets all alike."""
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in clients}
+    columns = {name: (one, figure) for name, one in clients.items()}
+    for name, arguments in figure.others.items():
+        columns[name] = clients[OURS], replace(figure, arguments=figure.arguments | arguments)
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in columns}
     prepared = set()
     with serving(figure.link) as server:
         for run in range(figure.runs):
-            for name, one in clients.items():
-                place = figure.place.format(release=name.replace(" ", "-"), run=run)
+            for name, (one, figure) in columns.items():
+                place = figure.place.format(release=re.sub(r"\W+", "-", name), run=run)
                 if figure.prepare and place not in prepared:
                     one.ask(server, figure, figure.prepare, place)
                     prepared.add(place)
                 result = one.ask(server, figure, figure.measure, place)
-                if place.startswith(SINK) and result["bytes"] < figure.arguments["mib"] * MIB * figure.ranks:
+                if place.startswith(SINK) and result["bytes"] < expected_bytes(figure):
                     raise RuntimeError(f"{name} sent less than it saved: {result}")
                 results[name].append(result)
     return results
+
+
+def expected_bytes(figure: Figure) -> int:
+    """What a save of all ranks sends at least, or all saves after the first of a measurement that has several."""
+    size: int = figure.arguments["mib"] * MIB * figure.ranks
+    return size * int(figure.arguments.get("saves", 1))
 
 
 def traffic(log: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +225,7 @@ def parse_arguments() -> argparse.Namespace:
 def measure_all(sizes: Sizes, names: list[str], clients: dict[str, Client]) -> dict[str, Any]:
     """The figures of those names."""
     measured: dict[str, Any] = {}
-    for name, figure in {**file_figures(sizes), **sharded_figures(sizes)}.items():
+    for name, figure in {**file_figures(sizes), **sharded_figures(sizes), **background_figures(sizes)}.items():
         if name in names:
             say(f"{name} ({figure.runs} runs of each)")
             measured[name] = measure(figure, with_room(clients, sizes) if name == "large" else clients)

@@ -13,6 +13,11 @@ MIB = 1 << 20
 FIGURES = (
     "save", "signed", "large", "hold_up", "load", "resume", "fit", "local", "sharded_trainer", "sharded_local"
 )  # fmt: skip
+#: What the labels of the tables name.
+SIZES = (
+    "mib", "tensor_mib", "large_mib", "state_mib", "latency_ms", "megabytes_per_s", "small_tensors", "small_kib",
+    "saves",
+)  # fmt: skip
 
 
 def run(script: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
@@ -53,32 +58,58 @@ def test_every_figure_is_measured_and_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sharded_checkpoints_are_measured_beside_stock_lightning(
+def test_sharded_checkpoints_and_saves_in_the_background_are_measured_beside_stock_lightning(
     tmp_path: Path, pristine: Callable[[str], Path]
 ) -> None:
     stock = tmp_path / "python"
     stock.write_text(f'#!/bin/sh\nPYTHONPATH={pristine("lightning")} exec {sys.executable} "$@"\n')
     stock.chmod(0o755)
     results, page = tmp_path / "results.json", tmp_path / "page.md"
-    names = ("sharded_fsdp1", "sharded_mixed")
+    names = ("sharded_fsdp1", "sharded_mixed", "stall_fsdp1", "steps")
     measured = run("run.py", "--quick", "--results", results, "--only", *names, "--beside", stock)
     assert measured.returncode == 0, measured.stderr
     figures = json.loads(results.read_text())["figures"]
     assert list(figures) == list(names)
     for release in ("stock 2.6.6", "ours"):
-        (saved,), (loaded,) = (figures[name][release] for name in names)
+        (saved,), (loaded,), (stall,), (steps,) = (figures[name][release] for name in names)
         assert saved["bytes"] >= 2 * 32 * MIB
         assert min(saved["wall_s"], saved["cpu_s_per_gib"], saved["memory_mib"]) > 0
         assert loaded["methods"]["GET"] >= 4  # .metadata and a file, for either rank
+        assert len(stall["stalls_s"]) == len(stall["copies_s"]) == 2
+        assert min(stall["first_s"], *stall["stalls_s"], *stall["copies_s"], stall["memory_mib"]) > 0
+        afterwards = [until - held for until, held in zip(stall["saved_s"], stall["stalls_s"], strict=True)]
+        assert release == "stock 2.6.6" or min(afterwards) > 0.005  # 64 MiB are sent then; stock sends them before
+        assert len(steps["idle_steps_ms"]) == 20
+        assert 0 < min(steps["steps_ms"]) <= steps["during_ms"] <= steps["longest_ms"] <= steps["uploaded_s"] * 1e3
+        assert steps["bytes"] >= 32 * MIB
     assert figures["sharded_fsdp1"]["stock 2.6.6"][0]["clients"][0].startswith("aiobotocore")
     assert figures["sharded_fsdp1"]["stock 2.6.6"][0]["memory_mib"] >= 32  # it copies all that a rank has
 
-    page.write_text("<!-- results: begin -->\nold\n<!-- results: end -->\n<!-- sharded: begin --><!-- sharded: end -->")
+    names = ("results", "sharded", "async")
+    page.write_text("".join(f"<!-- {name}: begin -->\nold\n<!-- {name}: end -->\n" for name in names))
     assert run("report.py", results, page).returncode == 0
     text = page.read_text()
-    assert "old" in text  # what was not measured
+    assert text.count("old") == 1  # what was not measured
     assert "| stock 2.6.6 | ours | ours / stock 2.6.6 |" in text
     assert text.count("| FSDP1, the same save: processor time per GiB |") == 1
+    assert "| stock 2.6.6 | dcp.async_save | ours | ours / stock 2.6.6 |" in text
+    assert text.count("| ... while 32 MiB are uploaded |") == 1
+
+
+def test_a_percentile_is_that_of_all_single_numbers(tmp_path: Path) -> None:
+    results, page = tmp_path / "results.json", tmp_path / "page.md"
+    keys = ("ratio", "without_ms", "during_ms", "idle_ratio", "longest_ms", "idle_longest_ms", "uploaded_s")
+    one = dict.fromkeys(keys, 1.0) | {"idle_steps_ms": [1.0]}
+    runs = [{**one, "steps_ms": [float(number) for number in numbers]} for numbers in (range(100), range(100, 200))]
+    machine = {"system": "", "cores": 2, "memory_gib": 1, "python": ""}
+    versions = {"ours": {"lightning": "2.6.6+io.1"}}
+    sizes = dict.fromkeys(SIZES, 1)
+    results.write_text(
+        json.dumps({"figures": {"steps": {"ours": runs}}, "versions": versions, "machine": machine, "sizes": sizes})
+    )
+    page.write_text("<!-- async: begin --><!-- async: end -->")
+    assert run("report.py", results, page).returncode == 0
+    assert "| ... 99th percentile, during the upload | 197 ms |" in page.read_text()
 
 
 def test_a_page_without_a_place_for_the_results_is_left_alone(tmp_path: Path) -> None:

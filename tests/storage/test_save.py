@@ -1,10 +1,12 @@
 import errno
+import gc
 import io
 import os
 import pickle
 import stat
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,30 @@ def test_an_object_that_cannot_be_pickled_raises_its_own_error(url: str) -> None
         save_file({"f": lambda: 0}, url)
     assert same(load_file(url), STATE)
     assert names_beside(url) == ["epoch=1 [best].ckpt"]
+
+
+class Probe:
+    """Tells whether Python may look for garbage while this is pickled."""
+
+    seen: list[bool]
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        self.seen.append(gc.isenabled())
+        return Probe, ()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_looked_for_while_a_state_is_pickled_beside_training(tmp_path: Path, fails: bool) -> None:
+    assert gc.isenabled()
+    probe = Probe()
+    state = [probe, lambda: 0] if fails else [probe]
+    with pytest.raises((AttributeError, pickle.PicklingError)) if fails else nullcontext():
+        save_file(state, tmp_path / "x.ckpt")
+    assert probe.seen == [False]
+    assert gc.isenabled()
 
 
 def test_a_protocol_that_nobody_knows_is_named_by_fsspecs_own_error() -> None:

@@ -1,6 +1,5 @@
 """Takes objects apart, into bytes and the memory of tensors, and puts them together with that memory elsewhere."""
 
-import gc
 import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.storage import TypedStorage, UntypedStorage
 from typing_extensions import override
 
+from lightning.fabric.storage.garbage import collection_paused
 from lightning.fabric.storage.records import is_plain
 
 #: Read at a time, for no other thread of Python's can run meanwhile.
@@ -133,22 +133,6 @@ class _Reader(io.BytesIO):
                 super(_Reader, self).readinto(view[at : at + _UNINTERRUPTED])
                 for at in range(0, len(view), _UNINTERRUPTED)
             )
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Keeps Python from looking for garbage while many objects are made that are none.
-
-    It would look through all objects of the process now and then, for tenths of a second in which no thread can run.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @contextmanager

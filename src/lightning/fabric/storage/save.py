@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from lightning.fabric.storage.garbage import collection_paused
 from lightning.fabric.storage.location import locate
 from lightning.fabric.storage.stats import reported, stages
 from lightning.fabric.storage.transport import open_writer
@@ -53,6 +54,11 @@ _writing = threading.local()
 
 class _Announcing(pickle.Pickler):
     """Tells of the storages of the tensors it meets."""
+
+    @override
+    def dump(self, obj: Any) -> None:
+        with collection_paused():
+            super().dump(obj)
 
     @override
     def reducer_override(self, obj: Any) -> Any:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.storage import UntypedStorage
 
+from lightning.fabric.storage.garbage import collection_paused
 from lightning.fabric.storage.host_memory import ALIGNMENT, HostMemory
-from lightning.fabric.storage.pickling import Pickled, collection_paused
+from lightning.fabric.storage.pickling import Pickled
 from lightning.fabric.storage.records import is_plain
 
 #: The most that is made contiguous on a device at a time; of what is contiguous, no copy is made there.
