@@ -15,6 +15,7 @@ import pytest
 from lightning.fabric.storage.background import drain, settle, will_exist
 from lightning.fabric.storage.location import locate
 from lightning.fabric.storage.save_queue import Queue, Save, busy, unconditionally, watching
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
 #: Longer than anything here takes.
 LONG_S = 20
@@ -188,6 +189,23 @@ def test_ctrl_c_gives_up_at_once_and_tells_what_was_not_saved(queue: Queue, capl
     assert not queue.has_room  # its copy of the state is still in use
     gate.open()
     queue.wait_for_room(Path("next"))
+    drain()
+
+
+def test_the_launcher_does_not_kill_the_first_process_while_it_saves(queue: Queue) -> None:
+    def running(command: str) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen([sys.executable, "-S", "-c", f"import sys, time; {command}"])
+
+    gate = Gate("", [])
+    submitted(queue, "a", gate)
+    failed, first = running("sys.exit(1)"), running("time.sleep(60)")
+    failed.wait()
+    observer = threading.Thread(target=_ChildProcessObserver(first.pid, [failed])._run, daemon=True)
+    observer.start()
+    observer.join(0.2)
+    assert first.poll() is None
+    gate.open()
+    assert first.wait(LONG_S) == -signal.SIGKILL
     drain()
 
 
