@@ -111,7 +111,9 @@ class Pace(Callback):
         late: Whether they go on in the midst of the next save, when ModelCheckpoint has set its fields for that.
     """
 
-    def __init__(self, io: HeldIO, lag: int | None, look: Callable[[], None] = lambda: None, late: bool = False) -> None:
+    def __init__(
+        self, io: HeldIO, lag: int | None, look: Callable[[], None] = lambda: None, late: bool = False
+    ) -> None:
         self.io = io
         self.lag = lag
         self.look = look

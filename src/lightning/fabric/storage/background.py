@@ -36,7 +36,7 @@ def settle() -> None:
 
 
 def news() -> int | None:
-    """The number of the last save by all ranks of which there is to tell; 0 if only others; None if there is nothing."""
+    """The number of the last save by all ranks of which there is to tell; 0 if of others only; None if of nothing."""
     return max((number for queue in tuple(busy) for number in queue.news), default=None)
 
 

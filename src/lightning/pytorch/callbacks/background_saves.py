@@ -2,10 +2,10 @@
 
 On each rank a ModelCheckpoint decides by its fields whether to save, and some of these decisions are collective. In a
 distributed job the fields must therefore be the same on all ranks, while only some of them know what became of a save.
-So a save that failed is taken back out of the fields, and raised, when all ranks are at the same place: at the beginning
-of a step, before the next save, and at the end of training. Before each step rank zero tells the others whether there is
-anything, with what it tells them there in any case: whether it has received SIGTERM. A single process tells of a save
-as soon as it hears of it.
+So a save that failed is taken back out of the fields, and raised, when all ranks are at the same place: before a step,
+before the next save, and at the end of training. Before each step rank zero tells the others whether there is anything,
+with what it tells them there in any case: whether it has received SIGTERM. A single process does so as soon as it hears
+of a save.
 """
 
 import logging
