@@ -4,6 +4,7 @@
 and tells its id; for an id that it reads, it waits for the end of that process and tells its exit status.
 """
 
+import gc
 import importlib
 import itertools
 import json
@@ -28,7 +29,7 @@ from lightning.fabric.utilities.cloud_io import _is_object_storage
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
-from tests.pytorch.background_runs import PATIENCE_S, HeldIO, Model, Pace, make_trainer
+from tests.pytorch.background_runs import PATIENCE_S, HeldIO, Model, Pace, make_trainer, wait_for
 
 Job = dict[str, Any]
 
@@ -154,7 +155,7 @@ def _first_end_is_noticed_late(may_end: threading.Event) -> None:
 def rank(job: Job) -> None:
     """Trains in two processes, and writes what ModelCheckpoint knows at each step and at the end.
 
-    One of them (``late_rank``) notices the end of the first save at step ``late_step``.
+    One of them (``late_rank``) notices the end of the first save at step ``late_step``, the other one a step earlier.
     """
     number, folder = job["rank"], Path(job["folder"])
     options = _joined(folder, number)
@@ -167,8 +168,9 @@ def rank(job: Job) -> None:
 
     def act(step: int) -> None:
         told["step"] = step
-        if step == job.get("late_step"):
+        if step == job.get("late_step", 0) - (number != job.get("late_rank")):
             may_end.set()
+            wait_for(pace.saves[:1])
 
     def look() -> None:
         scores = {path: score.item() for path, score in checkpoint.best_k_models.items()}
@@ -183,7 +185,8 @@ def rank(job: Job) -> None:
         model = ShardedModel(job["scores"], act)
         if number == 1:
             _shards_fail(job["failing"])
-    trainer = make_trainer(plugin, folder, checkpoint, Pace(io, job["lag"], look, job["late"]), **options)
+    pace = Pace(io, job["lag"], look, job["late"])
+    trainer = make_trainer(plugin, folder, checkpoint, pace, **options)
     try:
         trainer.fit(model)
     except Exception as error:
@@ -196,6 +199,7 @@ def rank(job: Job) -> None:
 
 def _serve() -> None:
     _is_object_storage(LocalFileSystem())  # which imports what is installed for object stores
+    gc.freeze()  # at its end a fork would look through all that it shares, which takes longer than most of the jobs
     for line in sys.stdin:
         asked = json.loads(line)
         if isinstance(asked, int):

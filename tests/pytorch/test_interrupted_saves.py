@@ -180,22 +180,19 @@ def test_ranks_leave_out_the_same_saves_that_come_too_early(
     assert {os.path.basename(path) for path in best} == set(os.listdir(tmp_path / "kept"))
 
 
-@pytest.mark.parametrize(("is_sharded", "late_rank"), [(False, 0), (True, 0), (True, 1)])
+@pytest.mark.parametrize("is_sharded", [False, True])
 def test_a_save_that_failed_stops_all_ranks_at_the_same_step(
-    is_sharded: bool, late_rank: int, processes: Processes, tmp_path: Path
+    is_sharded: bool, processes: Processes, tmp_path: Path
 ) -> None:
-    job = {"checkpoint": {"every_n_train_steps": 2}, "failing": [0], "lag": None, "is_sharded": is_sharded}
-    began = time.monotonic()
+    job = {"checkpoint": {"every_n_train_steps": 5}, "failing": [0], "lag": None, "is_sharded": is_sharded}
     scores = [float(score) for score in range(12)]
-    statuses, told = run_ranks(processes, tmp_path, scores=scores, late_rank=late_rank, late_step=3, **job)
-    assert time.monotonic() < began + PATIENCE_S / 2
+    statuses, told = run_ranks(processes, tmp_path, scores=scores, late_rank=0, late_step=7, **job)
     assert statuses == [1, 1]
-    assert told[0]["step"] == told[1]["step"] >= 3
-    assert told[0]["known"][-1] == told[1]["known"][-1]
-    assert "epoch=0-step=2.ckpt" not in str(told[0]["known"][-1])
+    assert [one["step"] for one in told] == [7, 7]
+    assert [one["known"][-1][1]["_last_checkpoint_saved"] for one in told] == ["", ""]
     reason = r"OSError: Could not save .*{}: rank 1: OSError: no room" if is_sharded else r"OSError: .*no room for .*{}"
     for one in told:
-        assert re.match(reason.format("epoch=0-step=2.ckpt"), one["error"]), one["error"]
+        assert re.match(reason.format("epoch=0-step=5.ckpt"), one["error"]), one["error"]
 
 
 @pytest.mark.parametrize(

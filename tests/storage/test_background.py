@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning.fabric.storage.background import drain, settle, will_exist
+from lightning.fabric.storage.background import drain, news, settle, settle_up_to, will_exist
 from lightning.fabric.storage.location import locate
 from lightning.fabric.storage.save_queue import Queue, Save, busy, unconditionally, watching
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
@@ -134,6 +134,26 @@ def test_an_error_is_raised_though_nobody_has_the_engine_any_more() -> None:
     gc.collect()
     with pytest.raises(OSError, match="no luck"):
         settle()
+
+
+def test_of_the_saves_by_all_ranks_those_are_told_that_rank_zero_has_told_of() -> None:
+    queue = Queue(3, "raise")
+    gates = [Gate("", [], OSError(f"no luck with {number}")) for number in (1, 2)]
+    for number, gate in enumerate(gates, 1):
+        queue.submit(Save(Path("x"), number), gate)
+    timer = threading.Timer(0.2, gates[0].open)
+    timer.start()
+    with pytest.raises(OSError, match="no luck with 1"):
+        settle_up_to(1)
+    timer.join()
+    gates[1].open()
+    queue.wait()
+    settle_up_to(1)
+    assert news() == 2
+    with pytest.raises(OSError, match="no luck with 2"):
+        settle_up_to(2)
+    assert news() is None
+    assert not busy
 
 
 def test_callbacks_are_called_when_the_training_thread_settles_and_not_before(queue: Queue) -> None:
