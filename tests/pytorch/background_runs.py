@@ -106,12 +106,14 @@ class Pace(Callback):
 
     Args:
         io: What saves.
-        lag: How many saves are still on their way then.
+        lag: How many saves are still on their way then; None to leave all to themselves.
         look: What to call.
         late: Whether they go on in the midst of the next save, when ModelCheckpoint has set its fields for that.
     """
 
-    def __init__(self, io: HeldIO, lag: int, look: Callable[[], None] = lambda: None, late: bool = False) -> None:
+    def __init__(
+        self, io: HeldIO, lag: int | None, look: Callable[[], None] = lambda: None, late: bool = False
+    ) -> None:
         self.io = io
         self.lag = lag
         self.look = look
@@ -131,6 +133,9 @@ class Pace(Callback):
             self._let_go()
 
     def _let_go(self) -> None:
+        if self.lag is None:
+            self.io.release()
+            return
         ready = max(0, len(self.saves) - self.lag)
         self.io.release(ready)
         wait_for(self.saves[:ready])

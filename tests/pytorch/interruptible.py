@@ -4,7 +4,9 @@
 and tells its id; for an id that it reads, it waits for the end of that process and tells its exit status.
 """
 
+import gc
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -19,11 +21,15 @@ from typing import Any
 
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from torch.distributed._composable.fsdp import fully_shard
 
+from lightning.fabric.storage.save_queue import Queue
+from lightning.fabric.storage.sharded import ShardWriter
 from lightning.fabric.utilities.cloud_io import _is_object_storage
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from tests.pytorch.background_runs import PATIENCE_S, HeldIO, Model, Pace, make_trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from tests.pytorch.background_runs import PATIENCE_S, HeldIO, Model, Pace, make_trainer, wait_for
 
 Job = dict[str, Any]
 
@@ -78,12 +84,13 @@ def wait_for_file(path: Path) -> None:
 
 
 def until_signalled(job: Job) -> None:
-    """Saves at the second step, and then waits for a signal.
+    """Saves at the second step, and then waits for a signal; alone or, as ``rank`` says, as one of two.
 
     The first save goes on when there is a file ``release``, the others when there is one ``release all``.
     """
     folder = Path(job["folder"])
     io = HeldIO(job["failing"])
+    number = job.get("rank")
 
     def release() -> None:
         wait_for_file(folder / "release")
@@ -95,25 +102,75 @@ def until_signalled(job: Job) -> None:
 
     def act(step: int) -> None:
         if step == 2:
-            io.wait_for_begin(1)
-            (folder / "waiting").touch()
+            if not number:
+                io.wait_for_begin(1)
+            (folder / ("waiting" if number is None else f"waiting-{number}")).touch()
             deadline = time.monotonic() + PATIENCE_S
             while not trainer.received_sigterm and not (folder / "requeued").exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
 
     checkpoint = ModelCheckpoint(dirpath=folder, every_n_train_steps=2)
-    trainer = make_trainer(AsyncCheckpointIO(io, **job["options"]), folder, checkpoint)
+    options = {} if number is None else _joined(folder, number)
+    trainer = make_trainer(AsyncCheckpointIO(io, **job["options"]), folder, checkpoint, **options)
     trainer.fit(Model([4.0, 3.0, 2.0, 1.0], act))
 
 
-def rank(job: Job) -> None:
-    """Trains in two processes, and writes what ModelCheckpoint knows at each step and at the end."""
-    number = int(os.environ["LOCAL_RANK"])
-    folder = Path(job["folder"])
+def _joined(folder: Path, number: int) -> dict[str, Any]:
+    """What a Trainer takes in one of two processes, which have found each other."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=2)
+    return {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+
+
+class ShardedModel(Model):
+    """The same, of which each of two ranks has a half."""
+
+    def configure_model(self) -> None:
+        self.layer = fully_shard(torch.nn.Linear(2, 2), mesh=self.device_mesh["data_parallel"])
+
+
+def _shards_fail(numbers: list[int]) -> None:
+    """Lets the shards of this rank fail at some saves, which count from zero."""
+    write, count = ShardWriter._write, itertools.count()
+
+    def failing(*arguments: Any) -> Any:
+        if next(count) in numbers:
+            raise OSError("no room for a shard")
+        return write(*arguments)
+
+    ShardWriter._write = failing  # type: ignore[method-assign]
+
+
+def _first_end_is_noticed_late(may_end: threading.Event) -> None:
+    """Lets the training thread of this rank see the end of the first save when the event is set."""
+    end = Queue._end
+
+    def late(*arguments: Any) -> None:
+        assert may_end.wait(PATIENCE_S)
+        end(*arguments)
+
+    Queue._end = late  # type: ignore[method-assign]
+
+
+def rank(job: Job) -> None:
+    """Trains in two processes, and writes what ModelCheckpoint knows at each step and at the end.
+
+    One of them (``late_rank``) notices the end of the first save at step ``late_step``, the other one a step earlier.
+    """
+    number, folder = job["rank"], Path(job["folder"])
+    options = _joined(folder, number)
     io = HeldIO(job["failing"])
     known: list[Any] = []
+    told: dict[str, Any] = {"known": known, "error": None}
+    may_end = threading.Event()
+    if number == job.get("late_rank"):
+        _first_end_is_noticed_late(may_end)
+
+    def act(step: int) -> None:
+        told["step"] = step
+        if step == job.get("late_step", 0) - (number != job.get("late_rank")):
+            may_end.set()
+            wait_for(pace.saves[:1])
 
     def look() -> None:
         scores = {path: score.item() for path, score in checkpoint.best_k_models.items()}
@@ -121,18 +178,28 @@ def rank(job: Job) -> None:
         known.append([scores, fields])
 
     checkpoint = ModelCheckpoint(folder / "kept", **{"every_n_train_steps": 1, **job["checkpoint"]})
-    plugin = AsyncCheckpointIO(io, max_in_flight=2, **job["options"])
-    options = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
-    trainer = make_trainer(plugin, folder, checkpoint, Pace(io, job["lag"], look, job["late"]), **options)
+    plugin = AsyncCheckpointIO(io, **{"max_in_flight": 2, **job["options"]})
+    model = Model(job["scores"], act)
+    if job.get("is_sharded"):
+        options["strategy"] = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        model = ShardedModel(job["scores"], act)
+        if number == 1:
+            _shards_fail(job["failing"])
+    pace = Pace(io, job["lag"], look, job["late"])
+    trainer = make_trainer(plugin, folder, checkpoint, pace, **options)
     try:
-        trainer.fit(Model(job["scores"]))
+        trainer.fit(model)
+    except Exception as error:
+        told["error"] = f"{type(error).__name__}: {error}"
+        raise
     finally:
         look()
-        (folder / f"rank-{number}.json").write_text(json.dumps(known))
+        (folder / f"rank-{number}.json").write_text(json.dumps(told))
 
 
 def _serve() -> None:
     _is_object_storage(LocalFileSystem())  # which imports what is installed for object stores
+    gc.freeze()  # at its end a fork would look through all that it shares, which takes longer than most of the jobs
     for line in sys.stdin:
         asked = json.loads(line)
         if isinstance(asked, int):

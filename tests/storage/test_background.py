@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning.fabric.storage.background import drain, settle, will_exist
+from lightning.fabric.storage.background import drain, news, settle, settle_up_to, will_exist
 from lightning.fabric.storage.location import locate
 from lightning.fabric.storage.save_queue import Queue, Save, busy, unconditionally, watching
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
 #: Longer than anything here takes.
 LONG_S = 20
@@ -168,6 +169,26 @@ def test_what_no_thread_can_be_had_for_is_an_error_at_once(queue: Queue, monkeyp
     assert done == ["save"]
 
 
+def test_of_the_saves_by_all_ranks_those_are_told_that_rank_zero_has_told_of() -> None:
+    queue = Queue(3, "raise")
+    gates = [Gate("", [], OSError(f"no luck with {number}")) for number in (1, 2)]
+    for number, gate in enumerate(gates, 1):
+        queue.submit(Save(Path("x"), number), gate)
+    timer = threading.Timer(0.2, gates[0].open)
+    timer.start()
+    with pytest.raises(OSError, match="no luck with 1"):
+        settle_up_to(1)
+    timer.join()
+    gates[1].open()
+    queue.wait()
+    settle_up_to(1)
+    assert news() == 2
+    with pytest.raises(OSError, match="no luck with 2"):
+        settle_up_to(2)
+    assert news() is None
+    assert not busy
+
+
 def test_callbacks_are_called_when_the_training_thread_settles_and_not_before(queue: Queue) -> None:
     called: list[tuple[Save, threading.Thread]] = []
     with watching() as saves:
@@ -221,6 +242,23 @@ def test_ctrl_c_gives_up_at_once_and_tells_what_was_not_saved(queue: Queue, capl
     assert not queue.has_room  # its copy of the state is still in use
     gate.open()
     queue.wait_for_room(Path("next"))
+    drain()
+
+
+def test_the_launcher_does_not_kill_the_first_process_while_it_saves(queue: Queue) -> None:
+    def running(command: str) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen([sys.executable, "-S", "-c", f"import sys, time; {command}"])
+
+    gate = Gate("", [])
+    submitted(queue, "a", gate)
+    failed, first = running("sys.exit(1)"), running("time.sleep(60)")
+    failed.wait()
+    observer = threading.Thread(target=_ChildProcessObserver(first.pid, [failed])._run, daemon=True)
+    observer.start()
+    observer.join(0.2)
+    assert first.poll() is None
+    gate.open()
+    assert first.wait(LONG_S) == -signal.SIGKILL
     drain()
 
 

@@ -35,6 +35,24 @@ def settle() -> None:
         _raise_one([error for queue in tuple(busy) for error in queue.settle()])
 
 
+def news() -> int | None:
+    """The number of the last save by all ranks of which there is to tell; 0 if of others only; None if of nothing."""
+    return max((number for queue in tuple(busy) for number in queue.news), default=None)
+
+
+def settle_up_to(number: int) -> None:
+    """Tells of what has ended as :func:`settle` does, when the saves by all ranks have ended up to that number.
+
+    So each rank tells of the same of them, at the same place.
+
+    Raises:
+        OSError: As for :func:`settle`.
+    """
+    for queue in tuple(busy):
+        queue.wait_for_number(number)
+    _raise_one([error for queue in tuple(busy) for error in queue.settle(number)])
+
+
 def _raise_one(errors: list[BaseException]) -> None:
     _log(errors[1:])
     if errors:
@@ -44,6 +62,12 @@ def _raise_one(errors: list[BaseException]) -> None:
 def _log(errors: list[BaseException]) -> None:
     for error in errors:
         log.error(f"Saves in the background: {type(error).__name__}: {display(str(error))}")
+
+
+def wait() -> None:
+    """Waits until nothing is on its way, from any thread. Nothing is settled."""
+    for queue in tuple(busy):
+        queue.wait_until_idle()
 
 
 def drain() -> None:
@@ -63,12 +87,19 @@ def drain() -> None:
                     queue.wait()
             errors += [error for queue in tuple(busy) for error in queue.settle()]
     except KeyboardInterrupt:
-        lost = [display(save.location) for queue in tuple(busy) for save in queue.give_up()]
-        if lost:
-            log.error(f"Interrupted: {', '.join(lost)} {'was' if len(lost) == 1 else 'were'} not saved")
+        _give_up()
         _log(errors)
         raise
     _raise_one(errors)
+
+
+def _give_up() -> None:
+    given_up = [save for queue in tuple(busy) for save in queue.give_up()]
+    if given_up:
+        lost = ", ".join(display(save.location) for save in given_up)
+        log.error(f"Interrupted: {lost} {'was' if len(given_up) == 1 else 'were'} not saved")
+    for save in given_up:
+        save.settle()
 
 
 @contextmanager

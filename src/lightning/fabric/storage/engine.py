@@ -1,5 +1,6 @@
 """Saves checkpoints in the background: the training thread only copies the state to host memory."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -8,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning.fabric.storage.host_memory import ALIGNMENT
 from lightning.fabric.storage.location import Location
 from lightning.fabric.storage.ranks import failures_of_ranks, from_rank_zero
-from lightning.fabric.storage.save_queue import OnError, Queue, Save
+from lightning.fabric.storage.save_queue import OnError, Queue, Save, may_skip
 from lightning.fabric.storage.staging import Staging
 from lightning.fabric.storage.stats import reporting, stage
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
@@ -27,6 +29,8 @@ WhenBusy = Literal["wait", "skip"]
 
 #: What memory is prepared for beside model and optimizers.
 _EXTRA = 2**20
+#: Of saves by all ranks, whichever engine they are of.
+_numbers = itertools.count(1)
 
 
 class Engine:
@@ -46,6 +50,8 @@ class Engine:
         self._staging = Staging(max_in_flight)
         #: Whether memory is being prepared for a save, or one has been begun.
         self.is_warm = False
+        #: Optimizers that have taken a step before there was anything to save.
+        self._stepped: list[Optimizer] = []
         #: Of the ranks, for the background, and the group of training that it belongs to.
         self._group: ProcessGroup | None = None
         self._group_of: ProcessGroup | None = None
@@ -69,7 +75,7 @@ class Engine:
             write: Saves a copy of ``obj``.
         """
         save = Save(location)
-        if self._skips and not self._queue.has_room:
+        if self._skips and may_skip() and not self._queue.has_room:
             self._queue.skip(save)
             return
         self.is_warm = True
@@ -100,8 +106,8 @@ class Engine:
         self.set_up()
         if isinstance(location, Path):
             location = location.absolute()  # training may change the working folder
-        save = Save(location)
-        if self._skips and not from_rank_zero(lambda: self._queue.has_room):
+        save = Save(location, next(_numbers))
+        if self._skips and may_skip() and not from_rank_zero(lambda: self._queue.has_room):
             self._queue.skip(save)
             return
         plans = self._plans = self._plans or Plans()
@@ -132,6 +138,21 @@ class Engine:
         """
         self._queue.submit_removal(location, work, is_partial)
 
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Allocates memory for the parameters and the states of all optimizers when one takes its second step.
+
+        By then the others have taken their first, which makes their states.
+        """
+        if self.is_warm:
+            return
+        if all(optimizer is not other for other in self._stepped):
+            self._stepped.append(optimizer)
+            return
+        groups = [group for of in self._stepped for group in of.param_groups]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        self.warm([*parameters, *states_of(self._stepped)])
+        self._stepped.clear()
+
     def warm(self, tensors: Iterable[Tensor]) -> None:
         """Allocates memory in a thread, so that the first save need not.
 
@@ -143,6 +164,25 @@ class Engine:
         # each is aligned, and there is a little more in a state
         size = _EXTRA + sum(tensor.nbytes + ALIGNMENT for tensor in local)
         self._staging.warm(size, pinned=any(tensor.is_cuda for tensor in local))
+
+
+def states_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """The tensors that optimizers keep beside the parameters."""
+    values = [value for optimizer in optimizers for of in optimizer.state.values() for value in of.values()]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def saves_here(strategy: Any) -> bool:
+    """Whether this rank has to do with the saves of a strategy."""
+    shards = getattr(strategy, "_state_dict_type", None) == "sharded"
+    return bool(strategy.is_global_zero or shards or getattr(strategy, "_save_distributed_checkpoint", False))
+
+
+def optimizer_stepped(strategy: Any, optimizer: Optimizer) -> None:
+    """To be called after each step of an optimizer that Fabric has set up."""
+    engine = engine_of(getattr(strategy, "checkpoint_io", None))
+    if engine is not None and not engine.is_warm and saves_here(strategy):
+        engine.stepped(optimizer)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -162,7 +202,9 @@ def _fail(error: BaseException) -> Any:
 
 def engine_of(checkpoint_io: Any) -> Engine | None:
     """The engine of a plugin, or of one that it wraps; None if it saves in the training thread."""
-    while checkpoint_io is not None:
+    from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO  # which imports what is above
+
+    while isinstance(checkpoint_io, CheckpointIO):
         engine = getattr(checkpoint_io, "engine", None)
         if isinstance(engine, Engine):
             return engine

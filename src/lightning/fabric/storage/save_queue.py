@@ -1,6 +1,7 @@
 """Saves and removals that are done one after the other, in a thread."""
 
 import logging
+import math
 import os
 import threading
 from collections import deque
@@ -34,21 +35,25 @@ class Save:
         report: What it takes.
         error: Why it failed, if it has.
         skipped: Whether it was not begun, since an earlier one was still on its way.
+        was_given_up: Whether nobody waits for it any more.
         done: Whether it has come to its end, whatever that is.
+        number: Of a save by all ranks, which is the same on all of them and grows; 0 for one by this rank alone.
     """
 
-    def __init__(self, location: Location) -> None:
+    def __init__(self, location: Location, number: int = 0) -> None:
         self.location = location
+        self.number = number
         self.report = SaveReport(location)
         self.error: BaseException | None = None
         self.skipped = False
+        self.was_given_up = False
         self.done = False
         self._callbacks: list[Callable[[Save], None]] = []
 
     @property
     def succeeded(self) -> bool:
         """Whether the checkpoint is durable."""
-        return self.done and self.error is None and not self.skipped
+        return self.done and self.error is None and not self.skipped and not self.was_given_up
 
     def when_settled(self, callback: "Callable[[Save], None]") -> None:
         """Has ``callback`` called, in the thread that settles, after the end of this save."""
@@ -126,6 +131,7 @@ class Queue:
 
     def skip(self, save: Save) -> None:
         """Remembers a save that is not done."""
+        log.info(f"{display(save.location)} is not saved, for an earlier save is still on its way")
         save.skipped = True
         _submitted(save)
         self._append(save, lambda: None)
@@ -214,26 +220,49 @@ class Queue:
         for save in saves:
             with stats.reporting(save.report), stats.stage("wait"), self._changed:
                 self._changed.wait_for(lambda save=save: save.done or not self._jobs)  # type: ignore[misc]
+        self.wait_until_idle()
+
+    def wait_until_idle(self) -> None:
+        """Waits until everything is done, from any thread and untold."""
         with self._changed:
             self._changed.wait_for(lambda: not self._jobs)
 
     def give_up(self) -> list[Save]:
-        """Forgets what is not done; returns the saves among it."""
+        """Forgets what is not done; returns the saves among it, which have failed as far as anybody is told."""
         with self._changed:
             saves = [job for job, *_ in self._jobs if isinstance(job, Save)]
             for job, _, release in self._jobs:
                 if job is not self._doing:
                     release()
             self._jobs.clear()
+            for save in saves:
+                save.was_given_up = save.done = True
             if not self._ended:
                 busy.discard(self)
             self._changed.notify_all()
         return saves
 
-    def settle(self) -> list[BaseException]:
-        """Tells of what has ended since the last call; returns the errors that are to be raised."""
+    @property
+    def news(self) -> list[int]:
+        """The numbers of saves of which :meth:`settle` would tell, and 0 for a removal that has failed."""
+        with self._changed:
+            return [getattr(job, "number", 0) for job in self._ended if isinstance(job, Save) or job.error is not None]
+
+    def wait_for_number(self, number: int) -> None:
+        """Waits for the saves by all ranks up to that one."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not any(isinstance(job, Save) and 0 < job.number <= number for job, *_ in self._jobs)
+            )
+
+    def settle(self, up_to: float = math.inf) -> list[BaseException]:
+        """Tells of what has ended since the last call; returns the errors that are to be raised.
+
+        Args:
+            up_to: Of the saves by all ranks, the number of the last.
+        """
         errors: list[BaseException] = []
-        while self._ended:
+        while self._ended and getattr(self._ended[0], "number", 0) <= up_to:
             job = self._ended.popleft()
             if isinstance(job, Save):
                 try:
@@ -289,3 +318,19 @@ def unconditionally() -> Iterator[None]:
         yield
     finally:
         _of_thread.removes_unconditionally = False
+
+
+@contextmanager
+def without_skipping() -> Iterator[None]:
+    """For a body whose saves wait for room, whatever the user says of those that come too early."""
+    before = may_skip()
+    _of_thread.may_skip = False
+    try:
+        yield
+    finally:
+        _of_thread.may_skip = before
+
+
+def may_skip() -> bool:
+    """Whether a save of this thread may be skipped."""
+    return getattr(_of_thread, "may_skip", True)

@@ -2,8 +2,10 @@
 
 On each rank a ModelCheckpoint decides by its fields whether to save, and some of these decisions are collective. In a
 distributed job the fields must therefore be the same on all ranks, while only some of them know what became of a save.
-So a save that failed is taken back out of the fields when all ranks are at the same place: before the next save, and at
-the end of training. A single process takes it back as soon as it hears of it.
+So a save that failed is taken back out of the fields, and raised, when all ranks are at the same place: before a step,
+before the next save, and at the end of training. Before each step rank zero tells the others whether there is anything,
+with what it tells them there in any case: whether it has received SIGTERM. A single process does so as soon as it hears
+of a save.
 """
 
 import logging
@@ -14,13 +16,12 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 from weakref import proxy
 
-from torch import Tensor
-
 from lightning.fabric.storage import background
-from lightning.fabric.storage.engine import engine_of
+from lightning.fabric.storage.engine import engine_of, saves_here, states_of
 from lightning.fabric.storage.location import display
 from lightning.fabric.storage.ranks import outcome_of_rank_zero
-from lightning.fabric.storage.save_queue import unconditionally, watching
+from lightning.fabric.storage.save_queue import unconditionally, watching, without_skipping
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.pytorch.callbacks.checkpoint_history import History, Record, changes_since, only_durable, paths_in, undo
 
 if TYPE_CHECKING:
@@ -45,30 +46,79 @@ def _saves_in_background(trainer: "Trainer") -> bool:
     return engine_of(trainer.strategy.checkpoint_io) is not None
 
 
+#: What rank zero tells the others before each step: the sum of these.
+_SIGTERM, _NEWS = 1, 2
+
+
+def news(trainer: "Trainer") -> int:
+    """What a rank has to tell the others before a step, beside whether it has received SIGTERM."""
+    return _NEWS if _saves_in_background(trainer) and background.news() is not None else 0
+
+
+def hear(trainer: "Trainer", told: int) -> bool:
+    """Takes what rank zero has told all ranks before a step; a collective call.
+
+    Returns:
+        Whether it has received SIGTERM.
+
+    Raises:
+        OSError: A checkpoint could not be saved or removed; or whatever else the reason was. Every rank raises it.
+    """
+    has_received_sigterm = bool(told & _SIGTERM)
+    if told & _NEWS and not has_received_sigterm:  # which ends with a drain
+        _settle_together(trainer)
+    return has_received_sigterm
+
+
+def _are_steps_together(trainer: "Trainer") -> bool:
+    """Whether ranks hear from rank zero before each step."""
+    return trainer.world_size > 1 and _distributed_is_initialized()
+
+
+def _settle_together(trainer: "Trainer") -> None:
+    told = trainer.strategy.broadcast(background.news())
+    failed: Exception | None = None
+    try:
+        if told is not None:
+            background.settle_up_to(told)
+    except Exception as error:
+        failed = error
+    _agree_and_raise(trainer, failed)
+
+
+def _agree_and_raise(trainer: "Trainer", failed: Exception | None) -> None:
+    for callback in _with_history(trainer):
+        _agree(callback, trainer)
+    with outcome_of_rank_zero():
+        if failed is not None:
+            raise failed
+
+
 def step_ended(trainer: "Trainer") -> None:
     """To be called between two steps of training.
 
     Raises:
         OSError: As for :func:`~lightning.fabric.storage.background.settle`.
     """
-    background.settle()
+    if not _are_steps_together(trainer):
+        background.settle()
     engine = engine_of(trainer.strategy.checkpoint_io)
-    if engine is not None and not engine.is_warm and trainer.global_step > 0 and _saves_here(trainer):
+    if engine is not None and not engine.is_warm and trainer.global_step > 0 and saves_here(trainer.strategy):
         module = trainer.lightning_module
-        state = [value for optimizer in trainer.optimizers for of in optimizer.state.values() for value in of.values()]
-        engine.warm([*module.parameters(), *module.buffers(), *(value for value in state if isinstance(value, Tensor))])
-
-
-def _saves_here(trainer: "Trainer") -> bool:
-    strategy = trainer.strategy
-    shards = getattr(strategy, "_state_dict_type", None) == "sharded"
-    return trainer.is_global_zero or shards or getattr(strategy, "_save_distributed_checkpoint", False)
+        engine.warm([*module.parameters(), *module.buffers(), *states_of(trainer.optimizers)])
 
 
 def begin(callback: "ModelCheckpoint", trainer: "Trainer") -> None:
-    """To be called before ``callback`` changes its fields for a save; a collective call."""
+    """To be called before ``callback`` changes its fields for a save; a collective call.
+
+    Raises:
+        OSError: An earlier save has failed. Every rank raises it.
+    """
     if _saves_in_background(trainer):
-        _agree(callback, trainer)
+        if _are_steps_together(trainer) and not trainer.interrupted:
+            _settle_together(trainer)
+        else:
+            _agree(callback, trainer)
         _history(callback).begin(callback)
 
 
@@ -84,8 +134,10 @@ def saving(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> Iterat
         history.begin(callback)
     history.number += 1
     history.is_saving = True
+    # the state of this step is being saved already, so that a second save of it is never too early, but for its file
+    is_second = callback._last_global_step_saved == trainer.global_step
     try:
-        with watching() as record.saves:
+        with watching() as record.saves, without_skipping() if is_second else nullcontext():
             yield record
     except BaseException:
         history.is_saving = False
@@ -233,11 +285,7 @@ def drain(trainer: "Trainer") -> None:
         background.drain()
     except Exception as error:
         failed = error
-    for callback in _with_history(trainer):
-        _agree(callback, trainer)
-    with outcome_of_rank_zero():
-        if failed is not None:
-            raise failed
+    _agree_and_raise(trainer, failed)
 
 
 def drain_and_log() -> None:

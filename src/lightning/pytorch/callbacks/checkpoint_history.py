@@ -94,7 +94,7 @@ class Record:
     @property
     def is_durable(self) -> bool:
         """Whether it has succeeded, as far as this rank knows."""
-        return self.is_done and not self.was_not_begun and not any(save.error for save in self.saves)
+        return not self.failed and all(save.succeeded for save in self.saves)
 
 
 class History:

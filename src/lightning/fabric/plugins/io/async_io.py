@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -12,6 +13,7 @@ from lightning.fabric.storage import background
 from lightning.fabric.storage.engine import Engine, WhenBusy
 from lightning.fabric.storage.location import locate
 from lightning.fabric.storage.save_queue import OnError
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.types import _PATH
 
 
@@ -20,8 +22,9 @@ class AsyncCheckpointIO(CheckpointIO):
 
     A save returns when the state has been copied to host memory, which is allocated once. Saves and removals are done
     one after the other in a thread; a checkpoint is removed only when the one that replaces it has been saved. What
-    fails is raised at the next step boundary (or by :meth:`drain`, or the next save), once. Loading waits for
-    everything that is on its way, and so do the end of training and of the interpreter.
+    fails is raised at the next step boundary (or by :meth:`drain`, or the next save), once; with the Trainer, by all
+    ranks at the same one. Loading waits for everything that is on its way, and so do the end of training and of the
+    interpreter.
 
     Args:
         checkpoint_io: What saves, loads and removes; by default a
@@ -29,7 +32,8 @@ class AsyncCheckpointIO(CheckpointIO):
             must not keep the tensors of a checkpoint when it has saved it: their memory is that of the next one.
         max_in_flight: How many saves may be on their way at a time. Each takes as much host memory as its state.
         when_busy: What to do with a save that comes when there are as many: ``"wait"`` until one has ended, or
-            ``"skip"`` it.
+            ``"skip"`` it. What is saved after an exception always waits, and so does a ModelCheckpoint's second save
+            at a step, which is that of ``save_last=True``.
         on_error: What to do with a save that failed: ``"raise"`` stops training, ``"warn"`` lets it go on with a
             warning. The checkpoint that was to be replaced is kept in both cases.
 
@@ -84,10 +88,11 @@ class AsyncCheckpointIO(CheckpointIO):
             storage_options: For the plugin that saves.
 
         Raises:
-            OSError: An earlier save has failed, if ``on_error`` says so.
+            OSError: An earlier save has failed, if ``on_error`` says so, in a job of one process.
             Exception: ``checkpoint`` cannot be pickled; whatever the pickler says of it.
         """
-        background.settle()
+        if not _distributed_is_initialized() or torch.distributed.get_world_size() == 1:
+            background.settle()  # else this rank would fail alone, and the others wait for it
         io, path = self.checkpoint_io, _fixed(path)
         self.engine.save(
             checkpoint, locate(path), lambda copy: io.save_checkpoint(copy, path, storage_options=storage_options)
