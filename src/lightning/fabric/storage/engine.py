@@ -128,6 +128,10 @@ class Engine:
         """Has something done after the last save, unless that fails."""
         self._queue.submit_removal(location, work)
 
+    def copy_when_saved(self, location: Location, work: Callable[[], None]) -> None:
+        """As :meth:`when_saved`, for what makes a copy at ``location`` of the last save."""
+        self._queue.submit_copy(location, work)
+
     def warm(self, tensors: Iterable[Tensor]) -> None:
         """Allocates memory in a thread, so that the first save need not.
 

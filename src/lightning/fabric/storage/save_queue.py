@@ -65,6 +65,10 @@ class _Removal:
         self.is_conditional = not getattr(_of_thread, "removes_unconditionally", False)
 
 
+class _Copy(_Removal):
+    """What makes a copy of the save before it. It is dropped when a removal would be."""
+
+
 _Job = tuple[Save | _Removal, Callable[[], None]]
 
 
@@ -119,6 +123,10 @@ class Queue:
         """Has ``work`` done, which removes what is at ``location``, unless the save before it fails."""
         self._append(_Removal(location), work)
 
+    def submit_copy(self, location: Location, work: Callable[[], None]) -> None:
+        """Has ``work`` done, which copies what was saved last to ``location``, unless the save before it fails."""
+        self._append(_Copy(location), work)
+
     def _append(self, job: Save | _Removal, work: Callable[[], None]) -> None:
         busy.add(self)
         with self._changed:
@@ -141,7 +149,7 @@ class Queue:
                 except BaseException as error:
                     job.error = error
             else:
-                log.info(f"{display(job.location)} is kept, for the checkpoint that replaces it was not saved")
+                log.info(f"{display(job.location)} is kept, for the checkpoint after it was not saved")
             del work  # and what it holds
             self._end(job)
 
@@ -161,7 +169,7 @@ class Queue:
         with self._changed:
             for job, _ in reversed(self._jobs):
                 if job.location == location:
-                    return isinstance(job, Save)
+                    return isinstance(job, (Save, _Copy))
             return None
 
     def wait(self) -> None:
@@ -205,7 +213,7 @@ class Queue:
 
 
 def _told(job: Save | _Removal) -> str:
-    verb = "saved" if isinstance(job, Save) else "removed"
+    verb = "saved" if isinstance(job, Save) else "copied" if isinstance(job, _Copy) else "removed"
     reason = f"{type(job.error).__name__}: {display_about(str(job.error), job.location)}"
     return f"The checkpoint {display(job.location)} was not {verb} ({reason})"
 
