@@ -12,7 +12,6 @@ from torch.distributed.checkpoint import save
 
 from lightning.fabric.storage.save import save_file
 from lightning.fabric.storage.selection import largest_version, newest_complete_version, times_of_complete
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.trainer.states import TrainerFn
 from tests.pytorch.test_training_on_s3 import PACKAGES, make_model
 from tests.servers import Bucket
@@ -88,7 +87,7 @@ def test_a_folder_is_as_old_as_its_commit(tmp_path: Path) -> None:
         os.utime(tmp_path / name / ".metadata", (time, time))
     (tmp_path / "older.ckpt" / "__0123456789ab_0_0.distcp").touch()
     paths = [str(tmp_path / name) for name in ("older.ckpt", "newer.ckpt", "none.ckpt")]
-    times = times_of_complete({path: get_filesystem(path) for path in paths})
+    times = times_of_complete(paths)
     assert sorted(times, key=lambda path: times[path]) == paths[:2]
 
 
@@ -100,7 +99,7 @@ def test_folders_of_other_strategies_and_plugins_are_left_to_them(names: list[st
     path.mkdir()
     for name in names:
         (path / name).write_bytes((tmp_path / "dcp" / ".metadata").read_bytes())
-    assert list(times_of_complete({str(path): get_filesystem(path)})) == [str(path)]
+    assert list(times_of_complete([str(path)])) == [str(path)]
 
 
 def test_the_checkpoint_of_an_exception_on_a_store_is_chosen_only_when_it_is_complete(
@@ -162,7 +161,9 @@ def test_a_folder_without_checkpoints_of_slurm_has_no_newest(tmp_path: Path) -> 
     (tmp_path / "hpc_ckpt_x.ckpt").touch()
     with pytest.warns(UserWarning, match="Skipping"):
         assert newest_complete_version(tmp_path) is None
-    assert largest_version(["hpc_ckpt_x.ckpt", "notes.txt"], "ckpt_") is None
+    assert newest_complete_version(tmp_path / "none") is None
+    assert largest_version(tmp_path / "none", "ckpt_") is None
+    assert largest_version(tmp_path, "ckpt_") == 1
 
 
 @pytest.mark.parametrize("name", PACKAGES)

@@ -153,6 +153,10 @@ class Engine:
         self.warm([*parameters, *states_of(self._stepped)])
         self._stepped.clear()
 
+    def copy_when_saved(self, location: Location, work: Callable[[], None]) -> None:
+        """As :meth:`when_saved`, for what makes a copy at ``location`` of the last save."""
+        self._queue.submit_copy(location, work)
+
     def warm(self, tensors: Iterable[Tensor]) -> None:
         """Allocates memory in a thread, so that the first save need not.
 

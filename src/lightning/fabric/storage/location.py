@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 from collections.abc import Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ Location = Path | str
 
 #: LocalFileSystem.protocol, which is but a string in older releases of fsspec.
 _LOCAL_PROTOCOLS = ("file", "local")
+#: A name with a colon where a path begins, or a folder of that name in it, as is left of a URL that has lost a slash.
+_MANGLED = re.compile(r"(?:^|(?<=[/\\]))(\w[\w.+-]+):[/\\](?![/\\])")
 #: What may stand in a URL in clear text and must not reach a log: a password, and the signature of a signed URL.
 _SECRETS = (
     (re.compile(r"(?<=://)([^/\s:]*):[^/\s]+@"), r"\1:***@"),
@@ -63,6 +66,7 @@ def locate(path: str | os.PathLike[str], options: Mapping[str, Any] | None = Non
 
     Raises:
         TypeError: ``options`` is not a mapping.
+        ValueError: ``path`` is a string that was a URL until it lost a slash.
     """
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(
@@ -75,13 +79,49 @@ def locate(path: str | os.PathLike[str], options: Mapping[str, Any] | None = Non
 
 def _locate(path: str | os.PathLike[str]) -> Location:
     text = os.fspath(path)
-    mangled = re.match(r"(\w[\w.+-]+):[/\\](?![/\\])", text) if isinstance(path, Path) else None
-    if mangled is not None and mangled[1] in set(available_protocols()).difference(_LOCAL_PROTOCOLS):
-        text = f"{mangled[1]}://{Path(text[mangled.end() :]).as_posix()}"
+    if (mangled := _MANGLED.search(text)) is not None and mangled[1] in _remote_protocols():
+        if isinstance(path, Path) and mangled.start() == 0:
+            text = f"{mangled[1]}://{Path(text[mangled.end() :]).as_posix()}"
+        elif not os.path.isdir(text[: mangled.end()]):
+            raise ValueError(
+                f"{text!r} would be in a local folder called `{mangled[1]}:`. A URL begins with {mangled[1]}://, and is"
+                " kept as a string: pathlib.Path and functions of os.path take a slash away"
+            )
     if get_protocol(text) not in _LOCAL_PROTOCOLS:
         return text
-    is_url = any(text.startswith(f"{protocol}:") for protocol in _LOCAL_PROTOCOLS)
-    return Path(LocalFileSystem._strip_protocol(text) if is_url else os.path.expanduser(text))
+    return Path(LocalFileSystem._strip_protocol(text) if _is_local_url(text) else os.path.expanduser(text))
+
+
+def _remote_protocols() -> set[str]:
+    return set(available_protocols()).difference(_LOCAL_PROTOCOLS)
+
+
+def only_local(path: str | os.PathLike[str], what: str) -> str | os.PathLike[str]:
+    """``path``, where nothing but a local folder will do.
+
+    Raises:
+        ValueError: It is a URL. The message says so of ``what``.
+    """
+    location = locate(path)
+    if isinstance(location, Path):
+        return path
+    raise ValueError(f"{display(location)!r} is a URL, and {what} can only use a local folder: give it one")
+
+
+def _is_local_url(text: str) -> bool:
+    return any(text.startswith(f"{protocol}:") for protocol in _LOCAL_PROTOCOLS)
+
+
+def text_of_folder(path: str | os.PathLike[str]) -> str:
+    """The text of a folder's place, to which names are joined: a local path as it is, a URL without slashes at its end.
+
+    A ``file:`` URL becomes a path, and a ``Path`` that was made from a URL becomes that again.
+    """
+    location = locate(path)
+    if isinstance(location, Path):
+        text = os.fspath(path)
+        return str(location) if _is_local_url(text) else text
+    return re.sub(r"(?<!:)(?<!:/)/+$", "", location)
 
 
 def display(location: Location) -> str:
@@ -232,6 +272,44 @@ def names_inside(fs: AbstractFileSystem, path: str) -> list[str]:
     inside = path.rstrip("/") + "/"
     found = (str(info["name"]).rstrip("/") for info in fs.ls(path, detail=True))  # FTP gives no more than names else
     return sorted({name[len(inside) :] for name in found if name.startswith(inside)})
+
+
+def modified(location: Location) -> float:
+    """When a file, or what is in a folder, was last written, in seconds since the beginning of 1970.
+
+    Raises:
+        OSError: There is nothing, or the store did not answer.
+        NotImplementedError: The file system does not tell.
+    """
+    if isinstance(location, Path):
+        return location.stat().st_mtime
+    fs, path = filesystem(location)
+    if kind_of(fs, path) == "directory":
+        return max((_modified(fs, name) for name in files_below(fs, path)), default=0.0)
+    return _modified(fs, path)
+
+
+def _modified(fs: AbstractFileSystem, path: str) -> float:
+    if (time := info_of(fs, path).get("modify")) is not None:  # FTP, whose file system has no method for it
+        return datetime.strptime(str(time).partition(".")[0], "%Y%m%d%H%M%S").replace(tzinfo=timezone.utc).timestamp()
+    return float(fs.modified(path).timestamp())
+
+
+def is_within(location: Location, folder: Location) -> bool:
+    """Whether a place is below a folder, as far as names tell."""
+    if isinstance(location, Path) or isinstance(folder, Path):
+        return (
+            type(location) is type(folder) and Path(os.path.abspath(folder)) in Path(os.path.abspath(location)).parents
+        )
+    (fs, path), (other, above) = filesystem(location), filesystem(folder)
+    return fs == other and path.startswith(above.rstrip("/") + "/")
+
+
+def is_same(location: Location, other: Location) -> bool:
+    """Whether two names are those of one place."""
+    if isinstance(location, Path) or isinstance(other, Path):
+        return type(location) is type(other) and os.path.abspath(location) == os.path.abspath(other)
+    return filesystem(location) == filesystem(other)
 
 
 def files_below(fs: AbstractFileSystem, path: str) -> list[str]:

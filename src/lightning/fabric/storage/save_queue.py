@@ -76,6 +76,10 @@ class _Removal:
         self.is_conditional = not getattr(_of_thread, "removes_unconditionally", False)
 
 
+class _Copy(_Removal):
+    """What makes a copy of the save before it. It is dropped when a removal would be."""
+
+
 #: What is to be done, how, and what is called afterwards, or when it is given up before it has begun.
 _Job = tuple[Save | _Removal, Callable[[], None], Callable[[], None]]
 
@@ -146,6 +150,10 @@ class Queue:
         """
         self._append(_Removal(location, is_partial), work)
 
+    def submit_copy(self, location: Location, work: Callable[[], None]) -> None:
+        """Has ``work`` done, which copies what was saved last to ``location``, unless the save before it fails."""
+        self._append(_Copy(location, is_partial=False), work)
+
     def _append(
         self, job: Save | _Removal, work: Callable[[], None], release: Callable[[], None] = _do_nothing
     ) -> None:
@@ -181,7 +189,7 @@ class Queue:
                 except BaseException as error:
                     job.error = error
             else:
-                log.info(f"{display(job.location)} is kept, for the checkpoint that replaces it was not saved")
+                log.info(f"{display(job.location)} is kept, for the checkpoint after it was not saved")
             del work, release  # and what they hold
             self._end(job)
 
@@ -201,7 +209,7 @@ class Queue:
         with self._changed:
             for job, *_ in reversed(self._jobs):
                 if job.location == location:
-                    return isinstance(job, Save) or job.is_partial
+                    return isinstance(job, (Save, _Copy)) or job.is_partial
             return None
 
     def wait(self) -> None:
@@ -283,7 +291,7 @@ class Queue:
 
 
 def _told(job: Save | _Removal) -> str:
-    verb = "saved" if isinstance(job, Save) else "removed"
+    verb = "saved" if isinstance(job, Save) else "copied" if isinstance(job, _Copy) else "removed"
     reason = f"{type(job.error).__name__}: {display_about(str(job.error), job.location)}"
     return f"The checkpoint {display(job.location)} was not {verb} ({reason})"
 

@@ -3,10 +3,8 @@
 import os
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
-from datetime import datetime
-
-from fsspec import AbstractFileSystem
+from collections.abc import Iterable
+from pathlib import Path
 
 from lightning.fabric.storage.commit import read_metadata
 from lightning.fabric.storage.load import ARCHIVE
@@ -18,6 +16,7 @@ from lightning.fabric.storage.location import (
     kind,
     list_names,
     locate,
+    modified,
 )
 from lightning.fabric.storage.namespace import METADATA
 from lightning.fabric.storage.replacement import SHARD_FOLDER_PART
@@ -66,25 +65,54 @@ def _why_truncated(location: Location) -> str | None:
     return None
 
 
-def times_of_complete(candidates: Mapping[str, AbstractFileSystem]) -> dict[str, datetime]:
+def names_in(folder: _PATH) -> list[str]:
+    """The names of what is right inside a folder, files and folders; none if there is no folder.
+
+    Raises:
+        OSError: The store did not answer.
+    """
+    try:
+        return list_names(locate(folder))
+    except FileNotFoundError:
+        return []
+
+
+def paths_in(folder: _PATH) -> list[str]:
+    """As :func:`names_in`, the whole paths: absolute ones, or URLs."""
+    location = locate(folder)
+    if isinstance(location, Path):
+        location = Path(os.path.abspath(location))
+    return [os.fspath(join(location, name)) for name in names_in(folder)]
+
+
+def times_of_complete(candidates: Iterable[str]) -> dict[str, float]:
     """When each of the candidates that are complete was saved. A warning says why another is not.
 
     Of a folder, the time of its own entry tells less: a save into it that has failed changes that as well.
 
     Args:
-        candidates: Paths, and the file systems that they are on.
+        candidates: Paths. Those that do not exist are passed over.
+
+    Returns:
+        Seconds since the beginning of 1970, by path. Of those with the same time, the one that is first is newer by its
+        name: stores tell times in whole seconds.
 
     Raises:
         OSError: A store did not answer.
     """
     times = {}
-    for path, fs in candidates.items():
+    for path in sorted(candidates, key=_version, reverse=True):
         location = locate(path)
         if kind(location) == "nothing" or not _is_complete(path):
             continue
         commit = join(location, METADATA)
-        times[path] = fs.modified(os.fspath(commit if is_file(commit) else location))
+        times[path] = modified(commit if is_file(commit) else location)
     return times
+
+
+def _version(path: str) -> tuple[int, str]:
+    version = re.search(r"-v([0-9]+)\.\w+$", path)
+    return int(version[1]) if version else 0, path
 
 
 def newest_complete_version(folder: _PATH) -> int | None:
@@ -94,15 +122,19 @@ def newest_complete_version(folder: _PATH) -> int | None:
         OSError: The store did not answer.
     """
     location = locate(folder)
-    for version in sorted(_versions(list_names(location), _HPC_NAME), reverse=True):
+    for version in sorted(_versions(names_in(folder), _HPC_NAME), reverse=True):
         if _is_complete(join(location, f"{_HPC_NAME}{version}.ckpt")):
             return version
     return None
 
 
-def largest_version(names: Iterable[str], start: str) -> int | None:
-    """The largest N of the names that end with ``<start>N.ckpt``; other names do not count."""
-    return max(_versions(names, start), default=None)
+def largest_version(folder: _PATH, start: str) -> int | None:
+    """The largest N of what is called ``<start>N.ckpt`` in a folder; other names do not count.
+
+    Raises:
+        OSError: The store did not answer.
+    """
+    return max(_versions(names_in(folder), start), default=None)
 
 
 def _versions(names: Iterable[str], start: str) -> set[int]:

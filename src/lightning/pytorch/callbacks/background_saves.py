@@ -9,8 +9,6 @@ of a save.
 """
 
 import logging
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -18,11 +16,12 @@ from weakref import proxy
 
 from lightning.fabric.storage import background
 from lightning.fabric.storage.engine import engine_of, saves_here, states_of
-from lightning.fabric.storage.location import display
+from lightning.fabric.storage.location import display, kind, locate
 from lightning.fabric.storage.ranks import outcome_of_rank_zero
 from lightning.fabric.storage.save_queue import unconditionally, watching, without_skipping
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.pytorch.callbacks.checkpoint_history import History, Record, changes_since, only_durable, paths_in, undo
+from lightning.pytorch.callbacks.checkpoint_places import copy_as_last, detach, make_link
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -126,6 +125,8 @@ def begin(callback: "ModelCheckpoint", trainer: "Trainer") -> None:
 def saving(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> Iterator[Record]:
     """For a body that saves to ``path``; the target is what :func:`remember` takes."""
     record = Record(path, {})
+    if trainer.is_global_zero:
+        detach(path)
     if not _saves_in_background(trainer):
         yield record
         return
@@ -204,7 +205,7 @@ def _apply(callback: "ModelCheckpoint", trainer: "Trainer", outcomes: dict[int, 
 def _finish(callback: "ModelCheckpoint", trainer: "Trainer", record: Record) -> None:
     """Does what was put off until a save is durable, unless that is done."""
     if record.link and not record.is_linked and trainer.is_global_zero:
-        _link(record.path, record.link)
+        make_link(record.path, record.link)
     record.is_linked = True
     removals, record.removals = record.removals, []
     _remove_now(callback, trainer, removals)
@@ -222,29 +223,22 @@ def _remove_now(callback: "ModelCheckpoint", trainer: "Trainer", paths: list[str
                 trainer.strategy.remove_checkpoint(path)
 
 
-def _link(path: str, link: str) -> None:
-    """Makes ``link`` lead to ``path``; there is no moment at which it leads to nothing."""
-    if os.path.abspath(path) == os.path.abspath(link):
-        return
-    if os.path.isdir(link) and not os.path.islink(link):
-        shutil.rmtree(link)  # a sharded checkpoint, which cannot be replaced by a link at once
-    beside = f"{link}.{os.getpid()}"
-    try:
-        os.symlink(os.path.relpath(path, os.path.dirname(link)), beside)
-    except OSError:  # of a file system that has no links
-        shutil.copy(path, beside)
-    os.replace(beside, link)
-
-
 def link(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> None:
-    """Makes a link at ``path`` that leads to the last checkpoint, once that is durable; a collective call."""
+    """Makes a link at ``path`` that leads to the last checkpoint, once that is durable; a collective call.
+
+    On a remote file system it is a copy.
+    """
     target = callback._last_checkpoint_saved
     last = next((record for record in reversed(_pending(callback).values()) if record.path == target), None)
     if _HISTORY in vars(callback):
         _history(callback).last = last
-    if last is None:
+    if isinstance(locate(path), str):
+        copy_as_last(callback, trainer, path, is_durable=last is None)
+    elif last is None:
         callback._link_checkpoint(trainer, target, path)
+    if last is None:
         return
+    last.is_linked = isinstance(locate(path), str)  # the queue does it
     history = _history(callback)
     last.link = path
     if history.before is not None:
@@ -266,10 +260,10 @@ def remove(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> None:
         last.removals.append(path)
 
 
-def will_exist(callback: "ModelCheckpoint", path: str) -> bool:
+def will_exist(path: str) -> bool:
     """Whether there is a file or folder at ``path``, when all saves and removals have succeeded."""
     answer = background.will_exist(path)
-    return bool(callback._fs.exists(path)) if answer is None else answer
+    return kind(locate(path)) != "nothing" if answer is None else answer
 
 
 def drain(trainer: "Trainer") -> None:

@@ -146,6 +146,15 @@ def _opener(location: Location) -> Callable[[], Source]:
     return open_object
 
 
+@contextmanager
+def copy_failures_named(location: Location) -> Iterator[None]:
+    """For a body that copies a file to ``location``: its errors name that."""
+    try:
+        yield
+    except Exception as error:
+        raise _failure("write", location, error) from error
+
+
 class _Named:
     """A source whose errors name the file, and which tries again what fails for a moment."""
 

@@ -52,7 +52,7 @@ def open_writer(fs: AbstractFileSystem, path: str, lean: bool) -> Iterator[Sink]
                     sink = Sink(file, copies=True)
                     yield sink
                 _check_size(fs, temporary, sink.tell())
-                with _room(fs, path):
+                with room_for(fs, path):
                     _replace(fs, temporary, path)
             except BaseException:
                 _clean_up(fs, temporary)
@@ -63,7 +63,7 @@ def open_writer(fs: AbstractFileSystem, path: str, lean: bool) -> Iterator[Sink]
     else:
         buffer = io.BytesIO()
         yield Sink(buffer)
-        with _room(fs, path):
+        with room_for(fs, path):
             _pipe(fs, path, buffer.getvalue())  # getvalue() shares the memory, it does not copy
 
 
@@ -253,7 +253,7 @@ def _check_size(fs: AbstractFileSystem, path: str, size: int) -> None:
 
 
 @contextmanager
-def _room(fs: AbstractFileSystem, path: str) -> Iterator[None]:
+def room_for(fs: AbstractFileSystem, path: str) -> Iterator[None]:
     """For a body that puts a file at ``path``. A sharded checkpoint there gives way, and goes when the body has ended.
 
     Raises:

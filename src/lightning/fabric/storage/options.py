@@ -1,0 +1,86 @@
+"""Options of stores that are given once for a run: endpoint, credentials and so on."""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from fsspec import AbstractFileSystem, available_protocols, get_filesystem_class
+from fsspec.config import conf
+
+from lightning.fabric.storage.location import _LOCAL_PROTOCOLS
+
+#: Clients that pass over an option which they do not know.
+_FORGIVING = ("s3fs", "gcsfs", "adlfs")
+#: Options of every fsspec file system, which are in no signature.
+_COMMON = {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache"}
+#: What has been set, by protocol.
+_options: dict[str, dict[str, Any]] = {}
+
+
+def set_storage_options(protocol: str, **options: Any) -> None:
+    """Sets options of the store behind a protocol for the rest of this process, and the ranks that it launches.
+
+    They hold for everything that reaches the store through fsspec by itself: checkpoints, loggers, profilers, and other
+    libraries too. They go before the environment and fsspec's configuration files; the ``storage_options`` of a single
+    call go before them. Call it before the Trainer, Fabric, callbacks and loggers are made: a file system that somebody
+    has already keeps its options.
+
+    Args:
+        protocol: As in URLs, such as ``"s3"``, ``"gs"`` or ``"az"``.
+        options: What fsspec's file system for it is made with, such as ``endpoint_url``, ``key`` and ``secret`` for S3.
+            Those set by an earlier call stay; None is a value like any other.
+
+    Raises:
+        ValueError: The protocol is not known, or that of local paths; or its client has no such option.
+        ImportError: The client of the store is not installed.
+    """
+    name = protocol.removesuffix("://")
+    if name in _LOCAL_PROTOCOLS:
+        raise ValueError("Local paths have no storage options")
+    if name not in available_protocols():
+        near = difflib.get_close_matches(name, available_protocols(), 3)
+        hint = f": do you mean {' or '.join(map(repr, near))}?" if near else ": use that of a URL, such as 's3' or 'gs'"
+        raise ValueError(f"fsspec knows no protocol {name!r}{hint}")
+    kind = get_filesystem_class(name)
+    _refuse_unknown(kind, options)
+    protocols = (kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol
+    for one in protocols:  # fsspec takes the options of all its names, and those of the last one before the others
+        _options[one] = {**_options.get(one, {}), **options}
+    _apply(_options)
+
+
+def _refuse_unknown(kind: type[AbstractFileSystem], options: dict[str, Any]) -> None:
+    if kind.__module__.partition(".")[0] not in _FORGIVING:
+        return
+    constructors = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
+    known = _COMMON.union(*(inspect.signature(one).parameters for one in constructors)) - {"self", "args", "kwargs"}
+    for name in options.keys() - known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f": do you mean `{near[0]}`?" if near else f". It has: {', '.join(sorted(known))}"
+        raise ValueError(f"{kind.__name__} has no option `{name}`{hint}")
+
+
+def _apply(options: dict[str, dict[str, Any]]) -> None:
+    for protocol, given in options.items():
+        conf[protocol] = {**conf.get(protocol, {}), **given}
+
+
+class CarryingOptions:
+    """A function that is called in another process with the options that were set in this one.
+
+    A process that is spawned imports the script, but does not run it again.
+
+    Args:
+        function: What to call. It can be pickled.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._options = {protocol: dict(given) for protocol, given in _options.items()}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Sets the options, and calls the function."""
+        _options.update(self._options)
+        _apply(_options)
+        return self._function(*args, **kwargs)

@@ -1,0 +1,166 @@
+"""Copies of files that the store makes itself, so that their bytes do not pass through this machine."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
+
+from lightning.fabric.storage.location import Location, display, filesystem, info_of, is_object_store
+from lightning.fabric.storage.transport import copy_failures_named, open_reader, open_writer
+from lightning.fabric.storage.transport.calls import Call
+from lightning.fabric.storage.transport.fsspec import room_for
+from lightning.fabric.storage.transport.multipart import TOKEN, new_token, part_size
+from lightning.fabric.storage.transport.retry import chain, retrying, retrying_async, status_of
+
+if TYPE_CHECKING:
+    from adlfs import AzureBlobFileSystem
+    from s3fs import S3FileSystem
+
+#: S3 copies up to 5 GiB with one request, but many that copy a part each are faster.
+_S3_PART = 256 * 2**20
+_PARTS_AT_A_TIME = 16
+#: Of what is passed through this machine.
+_PIECE = 16 * 2**20
+_POLL_S = 0.2
+#: What a server answers to a request that it does not know.
+_UNKNOWN_REQUEST = (405, 501)
+
+
+def copy_file(source: Location, target: Location) -> None:
+    """Makes the file at ``target`` a copy of another one, whole or not at all. It can be read by whatever reads that.
+
+    Object stores copy by themselves (S3 in parts of 256 MiB or more, 16 at a time). Between two stores, and on file
+    systems that have no such request, such as SFTP, the bytes pass through this machine in pieces.
+
+    Raises:
+        FileNotFoundError: There is no file at ``source``.
+        OSError: The file could not be copied. What was at ``target`` is unchanged, except on Azure: there it is
+            replaced when the copy begins.
+    """
+    copier = _copier(source, target)
+    if copier is not None:
+        with copy_failures_named(target):
+            try:
+                problem = copier()
+            except Exception as error:
+                if not any(status_of(cause) in _UNKNOWN_REQUEST for cause in chain(error)):
+                    raise
+                copier = None
+    if copier is not None:
+        if problem:
+            raise OSError(f"{display(target)} is no whole copy of {display(source)}, and must not be used: {problem}")
+        return
+    with open_reader(source) as file, open_writer(target) as copy:
+        while piece := file.read(_PIECE):
+            copy.write(piece)
+
+
+def _copier(source: Location, target: Location) -> Callable[[], str] | None:
+    """What lets the store copy, if it can, and returns what is wrong with the copy."""
+    if not isinstance(source, str) or not isinstance(target, str):
+        return None
+    (fs, path), (other, copy) = filesystem(source), filesystem(target)
+    if fs != other or not is_object_store(fs) or not _has_copies(fs):
+        return None
+    return lambda: _let_copy(fs, path, copy)
+
+
+def _has_copies(fs: AbstractFileSystem) -> bool:
+    if isinstance(fs, AsyncFileSystem):
+        return type(fs)._cp_file is not AsyncFileSystem._cp_file
+    return type(fs).cp_file is not AbstractFileSystem.cp_file
+
+
+def _let_copy(fs: AbstractFileSystem, path: str, copy: str) -> str:
+    info = info_of(fs, path)
+    if info["type"] != "file":
+        raise FileNotFoundError(f"there is no file {path}")
+    with room_for(fs, copy):
+        problem = ""
+        if isinstance(fs, AsyncFileSystem):
+            call = Call(fs, _copied(fs, path, copy, int(info["size"])))
+            try:
+                problem = call.result()
+            except BaseException:
+                call.cancel()
+                raise
+        else:
+            retrying(f"The copy to {copy}", lambda: fs.cp_file(path, copy))
+        fs.invalidate_cache(copy)
+        fs.invalidate_cache(fs._parent(copy))
+    size = info_of(fs, copy).get("size")
+    return problem or (f"it has {size} bytes, and not {info['size']}" if size != info["size"] else "")
+
+
+async def _copied(fs: Any, path: str, copy: str, size: int) -> str:
+    what, client = f"The copy to {copy}", type(fs).__module__.partition(".")[0]
+    if client == "s3fs" and size > _S3_PART:
+        await _copied_in_parts(fs, path, copy, size)
+    elif client == "adlfs":
+        await retrying_async(what, lambda: fs._cp_file(path, copy))
+        return await _outcome(fs, copy)
+    else:
+        await retrying_async(what, lambda: fs._cp_file(path, copy))
+    return ""
+
+
+async def _outcome(fs: "AzureBlobFileSystem", copy: str) -> str:
+    """Waits until Azure has made a copy, which adlfs only asks for; returns why it has not."""
+    container, name, _ = fs.split_path(copy)
+    async with fs.service_client.get_blob_client(container, name) as client:
+        while True:
+            state = (await client.get_blob_properties()).copy
+            if state.status != "pending":
+                break
+            await asyncio.sleep(_POLL_S)
+    return "" if state.status in ("success", None) else f"{state.status}: {state.status_description}"
+
+
+async def _copied_in_parts(fs: "S3FileSystem", path: str, copy: str, size: int) -> None:
+    bucket, key, _ = fs.split_path(path)
+    to_bucket, to_key, _ = fs.split_path(copy)
+    target = {"Bucket": to_bucket, "Key": to_key}
+    token = new_token()
+    part = part_size(size, _S3_PART)
+    room = asyncio.Semaphore(_PARTS_AT_A_TIME)
+
+    async def ask(method: str, **arguments: Any) -> Any:
+        what = f"{method} of s3://{copy}"
+        return await retrying_async(what, lambda: fs._call_s3(method, **target, **arguments))
+
+    upload = (await ask("create_multipart_upload", Metadata={TOKEN: token}))["UploadId"]
+
+    async def copy_part(number: int) -> dict[str, Any]:
+        start = (number - 1) * part
+        span = f"bytes={start}-{min(start + part, size) - 1}"
+        origin = {"Bucket": bucket, "Key": key}
+        async with room:
+            answer = await ask(
+                "upload_part_copy", UploadId=upload, PartNumber=number, CopySource=origin, CopySourceRange=span
+            )
+        return {"PartNumber": number, "ETag": answer["CopyPartResult"]["ETag"]}
+
+    try:
+        parts = await _all([copy_part(number) for number in range(1, -(-size // part) + 1)])
+        try:
+            await ask("complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": parts})
+        except FileNotFoundError:  # an attempt whose answer was lost may have succeeded
+            if (await ask("head_object"))["Metadata"].get(TOKEN) != token:
+                raise
+    except BaseException:
+        await asyncio.shield(ask("abort_multipart_upload", UploadId=upload))
+        raise
+
+
+async def _all(calls: list[Awaitable[Any]]) -> list[Any]:
+    """The results of all calls. If one fails, none goes on."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise

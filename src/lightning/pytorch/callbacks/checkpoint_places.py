@@ -1,0 +1,81 @@
+"""Where the checkpoints of a ModelCheckpoint are, on a local disk or at a URL, and what the last one is called."""
+
+import os
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning.fabric.storage.duplicate import duplicate
+from lightning.fabric.storage.engine import engine_of
+from lightning.fabric.storage.location import is_same, is_within, locate, text_of_folder
+from lightning.fabric.storage.ranks import outcome_of_rank_zero
+from lightning.fabric.storage.save_queue import unconditionally
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
+
+_Path = str | os.PathLike[str]
+#: An attribute of a ModelCheckpoint: what it has copied where, and the step of that.
+_COPIED = "_copied_as_last"
+
+
+def may_remove(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> bool:
+    """Whether a checkpoint at a URL, which ``callback`` has replaced by another one, is to be removed.
+
+    As on a local disk, what the run was resumed from is kept, and what is not in the callback's folder.
+    """
+    location = locate(path)
+    if trainer.ckpt_path is not None and is_same(location, locate(trainer.ckpt_path)):
+        return False
+    return callback.dirpath is not None and is_within(location, locate(callback.dirpath))
+
+
+def is_same_folder(one: _Path | None, other: _Path | None) -> bool:
+    """Whether two names of folders are those of one, but for slashes at the end of a URL."""
+    return one == other or (one is not None and other is not None and text_of_folder(one) == text_of_folder(other))
+
+
+def make_link(path: str, link: str) -> None:
+    """Makes ``link`` lead to ``path``, both local; there is no moment at which it leads to nothing."""
+    if os.path.abspath(path) == os.path.abspath(link):
+        return
+    if os.path.isdir(link) and not os.path.islink(link):
+        shutil.rmtree(link)  # a sharded checkpoint, which cannot be replaced by a link at once
+    beside = f"{link}.{os.getpid()}"
+    try:
+        os.symlink(os.path.relpath(path, os.path.dirname(link)), beside)
+    except OSError:  # of a file system that has no links
+        shutil.copy(path, beside)
+    os.replace(beside, link)
+
+
+def detach(path: str) -> None:
+    """Removes a link to a neighbour, as :func:`make_link` makes it: a save through it would end in that checkpoint."""
+    if isinstance(locate(path), Path) and os.path.islink(path) and not os.path.dirname(os.readlink(path)):
+        os.unlink(path)
+
+
+def copy_as_last(callback: "ModelCheckpoint", trainer: "Trainer", path: str, is_durable: bool) -> None:
+    """Does what a link does on a local disk: the store makes a copy, unless that is there already; a collective call.
+
+    Args:
+        callback: Whose last checkpoint it is.
+        trainer: If it saves in the background, so it copies.
+        path: The URL of the copy.
+        is_durable: Whether the last checkpoint is, so that the copy does not depend on saves that are on their way.
+    """
+    target = callback._last_checkpoint_saved
+    copied = (target, path, callback._last_global_step_saved)
+    if vars(callback).get(_COPIED) == copied or target == path:
+        return
+    engine = engine_of(trainer.strategy.checkpoint_io)
+    if engine is None:
+        with outcome_of_rank_zero():
+            if trainer.is_global_zero:
+                duplicate(target, path)
+    elif trainer.is_global_zero:
+        with unconditionally() if is_durable else nullcontext():
+            engine.copy_when_saved(locate(path), lambda: duplicate(target, path))
+    vars(callback)[_COPIED] = copied

@@ -1,0 +1,165 @@
+"""Copies of checkpoints, which `ModelCheckpoint(save_last="link")` makes at URLs."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning.fabric.storage.background import drain, will_exist
+from lightning.fabric.storage.commit import read_metadata
+from lightning.fabric.storage.duplicate import duplicate
+from lightning.fabric.storage.load import load_file
+from lightning.fabric.storage.location import list_names
+from lightning.fabric.storage.save import save_file
+from lightning.fabric.storage.save_queue import Queue, Save
+from lightning.fabric.storage.selection import why_incomplete
+from lightning.fabric.storage.transport import copies
+from tests.servers import Bucket
+from tests.storage.test_commit import load, save
+
+STORES = ["s3", "memory", "ftp"]
+
+
+@pytest.fixture(params=STORES)
+def root(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "s3":
+        yield request.getfixturevalue("bucket").url
+    elif request.param == "ftp":
+        yield request.getfixturevalue("ftp")
+    else:
+        MemoryFileSystem.store.clear()
+        MemoryFileSystem.pseudo_dirs[:] = [""]
+        yield "memory://place"
+        MemoryFileSystem.store.clear()
+
+
+def test_a_file_is_copied_over_another_one(root: str) -> None:
+    save_file({"epoch": 1}, f"{root}/run/one.ckpt")
+    save_file({"epoch": 2}, f"{root}/run/two.ckpt")
+    for epoch, name in enumerate(("one", "two"), 1):
+        duplicate(f"{root}/run/{name}.ckpt", f"{root}/run/last.ckpt")
+        assert load_file(f"{root}/run/last.ckpt") == {"epoch": epoch}
+    assert list_names(f"{root}/run") == ["last.ckpt", "one.ckpt", "two.ckpt"]
+
+
+def test_shards_are_copied_over_shards_and_nothing_is_left_of_those(root: str) -> None:
+    save(f"{root}/run/one.ckpt", 1)
+    save(f"{root}/run/two.ckpt", 2)
+    for number, name in enumerate(("one", "two"), 1):
+        duplicate(f"{root}/run/{name}.ckpt", f"{root}/run/last.ckpt")
+        assert load(f"{root}/run/last.ckpt") == number
+        assert list_names(f"{root}/run/last.ckpt") == list_names(f"{root}/run/{name}.ckpt")
+    assert load(f"{root}/run/one.ckpt") == 1
+    assert list_names(f"{root}/run") == ["last.ckpt", "one.ckpt", "two.ckpt"]
+
+
+def test_a_file_and_a_folder_take_each_others_place(root: str) -> None:
+    save_file({"epoch": 1}, f"{root}/run/one.ckpt")
+    save(f"{root}/run/two.ckpt", 2)
+    duplicate(f"{root}/run/one.ckpt", f"{root}/run/last.ckpt")
+    duplicate(f"{root}/run/two.ckpt", f"{root}/run/last.ckpt")
+    assert load(f"{root}/run/last.ckpt") == 2
+    duplicate(f"{root}/run/one.ckpt", f"{root}/run/last.ckpt")
+    assert load_file(f"{root}/run/last.ckpt") == {"epoch": 1}
+    assert list_names(f"{root}/run") == ["last.ckpt", "one.ckpt", "two.ckpt"]
+
+
+def test_s3_copies_what_is_large_in_parts_and_nothing_passes_through_this_machine(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "_S3_PART", 5 * 2**20)
+    save_file({"w": torch.arange(3 * 2**20 + 7)}, f"{bucket.url}/run/a b=1.ckpt")
+    before = len(bucket.requests)
+    duplicate(f"{bucket.url}/run/a b=1.ckpt", f"{bucket.url}/run/last.ckpt")
+    assert bucket.get("run/last.ckpt") == bucket.get("run/a b=1.ckpt")
+    methods = [method for method, path in bucket.requests[before:] if path.startswith(f"/{bucket.name}/run/last.ckpt?")]
+    assert methods.count("PUT") == 5  # of 24 MiB
+    read = [path for method, path in bucket.requests[before:] if method == "GET" and f"/{bucket.name}/run/a" in path]
+    assert read == []
+
+
+def test_a_copy_in_parts_that_fails_is_taken_back_and_what_was_there_stays(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "_S3_PART", 5 * 2**20)
+    save_file({"w": torch.arange(2 * 2**20)}, f"{bucket.url}/run/x.ckpt")
+    save_file({"epoch": 1}, f"{bucket.url}/run/last.ckpt")
+    with (
+        bucket.refusing(lambda method, path: 403 if method == "PUT" and "partNumber=3" in path else None),
+        pytest.raises(PermissionError, match=r"Could not write s3://.*/run/last\.ckpt.*unchanged"),
+    ):
+        duplicate(f"{bucket.url}/run/x.ckpt", f"{bucket.url}/run/last.ckpt")
+    assert bucket.unfinished_uploads() == []
+    assert load_file(f"{bucket.url}/run/last.ckpt") == {"epoch": 1}
+
+
+def test_the_old_shards_count_until_all_are_copied_and_what_was_copied_in_vain_goes(bucket: Bucket) -> None:
+    save(f"{bucket.url}/run/one.ckpt", 1)
+    save(f"{bucket.url}/run/two.ckpt", 2)
+    duplicate(f"{bucket.url}/run/one.ckpt", f"{bucket.url}/run/last.ckpt")
+    before = bucket.names()
+    with (
+        bucket.refusing(lambda method, path: 403 if method == "PUT" and ".metadata" in path else None),
+        pytest.raises(PermissionError, match=r"last\.ckpt/\.metadata"),
+    ):
+        duplicate(f"{bucket.url}/run/two.ckpt", f"{bucket.url}/run/last.ckpt")
+    assert bucket.names() == before
+    assert load(f"{bucket.url}/run/last.ckpt") == 1
+
+
+def test_shards_with_the_names_of_the_old_ones_are_never_taken_for_those(bucket: Bucket) -> None:
+    """As torch names them: while they are replaced there is no checkpoint, rather than a mix."""
+    save(f"{bucket.url}/run/one.ckpt", 1)
+    for name in bucket.names():
+        bucket.put(name.replace("one", "last"), bucket.get(name))
+    with (
+        bucket.refusing(lambda method, path: 403 if method == "PUT" and path.endswith(".metadata") else None),
+        pytest.raises(PermissionError),
+    ):
+        duplicate(f"{bucket.url}/run/one.ckpt", f"{bucket.url}/run/last.ckpt")
+    assert "incomplete" in str(why_incomplete(f"{bucket.url}/run/last.ckpt"))
+    duplicate(f"{bucket.url}/run/one.ckpt", f"{bucket.url}/run/last.ckpt")
+    assert read_metadata(f"{bucket.url}/run/last.ckpt")
+
+
+@pytest.mark.parametrize("status", [405, 501])
+def test_a_server_that_knows_no_copies_gets_the_bytes_again(status: int, bucket: Bucket) -> None:
+    save_file({"epoch": 1}, f"{bucket.url}/run/x.ckpt")
+    copying = iter([status])
+    with bucket.refusing(lambda method, path: next(copying, None) if method == "PUT" else None):
+        duplicate(f"{bucket.url}/run/x.ckpt", f"{bucket.url}/run/last.ckpt")
+    assert load_file(f"{bucket.url}/run/last.ckpt") == {"epoch": 1}
+
+
+def test_between_two_stores_and_to_a_local_disk_the_bytes_pass_through(bucket: Bucket, tmp_path: Path) -> None:
+    save_file({"epoch": 1}, f"{bucket.url}/run/x.ckpt")
+    duplicate(f"{bucket.url}/run/x.ckpt", f"{tmp_path}/run/y.ckpt")
+    duplicate(f"{tmp_path}/run/y.ckpt", f"{bucket.url}/run/z.ckpt")
+    assert bucket.get("run/z.ckpt") == bucket.get("run/x.ckpt")
+
+
+def test_what_is_not_there_cannot_be_copied(root: str) -> None:
+    with pytest.raises(FileNotFoundError, match="none"):
+        duplicate(f"{root}/run/none.ckpt", f"{root}/run/last.ckpt")
+
+
+def test_a_copy_in_the_background_comes_after_the_save_and_not_at_all_if_that_fails() -> None:
+    queue, done = Queue(max_in_flight=2, on_error="warn"), []
+    gate = threading.Event()
+
+    def fail() -> None:
+        raise OSError("full")
+
+    a, b, last = Path("a"), Path("b"), Path("last")
+    queue.submit(Save(a), lambda: done.append("save") if gate.wait(60) else None)
+    queue.submit_copy(last, lambda: done.append("copy"))
+    assert will_exist("last") is True
+    gate.set()
+    queue.submit(Save(b), fail)
+    queue.submit_copy(last, lambda: done.append("copy of nothing"))
+    queue.submit_removal(a, lambda: done.append("removal"))
+    drain()
+    assert done == ["save", "copy"]

@@ -1,0 +1,124 @@
+import importlib
+import os
+import pickle
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.config import conf
+from s3fs import S3FileSystem
+
+from lightning.fabric.storage import options
+from lightning.fabric.storage.load import load_file
+from lightning.fabric.storage.options import CarryingOptions, set_storage_options
+from lightning.fabric.storage.save import save_file
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from tests.servers import SECRET, Bucket
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(options, "_options", {})
+    before = {protocol: given for protocol, given in conf.items()}
+    yield
+    conf.clear()
+    conf.update(before)
+
+
+@pytest.fixture
+def only_by_options(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """A bucket that the environment does not lead to."""
+    for name in bucket.server.environment:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", NOWHERE)
+    set_storage_options("s3", endpoint_url=bucket.server.endpoint, key="test")
+    set_storage_options("s3://", secret=SECRET)
+    return bucket
+
+
+def test_options_given_once_reach_checkpoints_and_everything_that_uses_fsspec(only_by_options: Bucket) -> None:
+    url = only_by_options.url
+    save_file({"w": torch.ones(2)}, f"{url}/x.ckpt")
+    assert only_by_options.names() == ["x.ckpt"]
+    assert torch.equal(load_file(f"{url}/x.ckpt")["w"], torch.ones(2))
+    assert get_filesystem(url).ls(url) == [f"{only_by_options.name}/x.ckpt"]  # as loggers and profilers make theirs
+    with fsspec.open(f"s3a://{only_by_options.name}/y", "w") as file:
+        file.write("y")
+    assert only_by_options.get("y") == b"y"
+
+
+def test_options_of_a_single_call_go_before_those_of_the_run(bucket: Bucket) -> None:
+    set_storage_options("s3", endpoint_url=NOWHERE)
+    save_file({}, f"{bucket.url}/x.ckpt", {"endpoint_url": bucket.server.endpoint})
+    assert bucket.names() == ["x.ckpt"]
+
+
+def test_options_of_a_run_go_before_those_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    for protocol in ("s3", "s3a"):
+        monkeypatch.setitem(conf, protocol, {"endpoint_url": NOWHERE, "anon": True})
+    set_storage_options("s3", endpoint_url="http://127.0.0.1:10")
+    made = S3FileSystem(skip_instance_cache=True)
+    assert (made.endpoint_url, made.anon) == ("http://127.0.0.1:10", True)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "given", "error"),
+    [
+        ("s4", {}, "no protocol 's4'.*'s3'"),
+        ("file", {}, "Local paths have no storage options"),
+        ("s3", {"endpoint": "hunter2"}, "S3FileSystem has no option `endpoint`: do you mean `endpoint_url`"),
+        ("gs", {"key": "hunter2"}, "has no option `key`"),
+        ("az", {"qqqqqq": "hunter2"}, r"has no option `qqqqqq`\. It has: account_host, "),
+    ],
+)
+def test_what_a_client_would_pass_over_is_refused(protocol: str, given: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error) as raised:
+        set_storage_options(protocol, **given)
+    assert "hunter2" not in str(raised.value)
+    assert options._options == {}
+
+
+def test_clients_that_take_any_option_are_given_it() -> None:
+    set_storage_options("sftp", username="me", key_filename="id")
+    assert conf["ssh"] == conf["sftp"] == {"username": "me", "key_filename": "id"}
+
+
+@pytest.mark.parametrize("name", ["lightning.fabric", "lightning.pytorch"])
+def test_spawned_ranks_have_the_options(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the launcher hands to the other process, whose fsspec knows nothing of what was set here."""
+    set_storage_options("s3", endpoint_url=NOWHERE)
+    handed = []
+    launchers = importlib.import_module(f"{name}.strategies.launchers.multiprocessing")
+
+    class Launched(Exception):
+        pass
+
+    def start_processes(function: CarryingOptions, **_: Any) -> None:
+        handed.append(function)
+        raise Launched
+
+    monkeypatch.setattr(launchers.mp, "start_processes", start_processes)
+    monkeypatch.setattr(launchers, "_check_missing_main_guard", lambda: None)
+    package = importlib.import_module(name)
+    ranks: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "strategy": "ddp_spawn"}
+    if name == "lightning.fabric":
+        launch = partial(package.Fabric(**ranks).launch, print)
+    else:
+        strategy = package.Trainer(**ranks, logger=False).strategy
+        strategy._configure_launcher()
+        launch = partial(strategy.launcher.launch, print)
+    with pytest.raises(Launched):
+        launch()
+    (carrying,) = handed
+    carrying._function = os.getcwd
+    there = pickle.dumps(carrying)
+    conf.pop("s3")
+    monkeypatch.setattr(options, "_options", {})
+    assert pickle.loads(there)() == os.getcwd()
+    assert conf["s3"] == {"endpoint_url": NOWHERE}
+    assert options._options["s3a"] == {"endpoint_url": NOWHERE}  # for what is launched from there
