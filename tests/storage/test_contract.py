@@ -16,6 +16,7 @@ from adlfs import AzureBlobFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.implementations.sftp import SFTPFileSystem
 from gcsfs import GCSFileSystem
+from gcsfs.extended_gcsfs import ExtendedGcsFileSystem
 from s3fs import S3FileSystem
 
 from lightning.fabric.storage.load import archive
@@ -28,6 +29,7 @@ from tests.servers.azure import AzureServer, Container, azure_server
 from tests.servers.gcs import PROJECT, GcsBucket, GcsServer, gcs_server
 from tests.servers.seaweedfs import seaweedfs_server
 from tests.servers.sftp import sftp_server
+from tests.servers.zonal import ZonalBucket, ZonalServer, lead_gcsfs_to, zonal_server
 from tests.storage.contract import MIB, StorageContract
 from tests.storage.places import Explicit, Folder, Memory, Store
 
@@ -161,6 +163,24 @@ class TestGcs(StorageContract):
 @pytest.mark.usefixtures("without_obstore")
 class TestGcsWithoutObstore(TestGcs):
     pass
+
+
+@pytest.fixture(scope="session")
+def zonal() -> Iterator[ZonalServer]:
+    with zonal_server() as running:
+        yield running
+    ExtendedGcsFileSystem.clear_instance_cache()
+
+
+class TestZonal(StorageContract):
+    beyond_limits = 40 * MIB
+
+    @pytest.fixture
+    def store(self, zonal: ZonalServer, monkeypatch: pytest.MonkeyPatch) -> Store:
+        lead_gcsfs_to(zonal, monkeypatch)
+        monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+        bucket = ZonalBucket(zonal)
+        return Store(bucket.url, bucket)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from lightning.fabric.storage.location import (
     files_below,
     filesystem,
     has_folders,
+    is_hierarchical,
     is_object_store,
     kind_of,
 )
@@ -101,7 +102,9 @@ def _remove_files_and_folders(fs: AbstractFileSystem, path: str) -> None:
     inside = path.rstrip("/") + "/"
     files = files_below(fs, path)
     marks = [inside + mark for mark in MARKS if inside + mark in files]
-    folders = set(fs.find(path, withdirs=True)).difference(files) | {path} if has_folders(fs) else set()
+    folders = set()
+    if has_folders(fs) or is_hierarchical(fs, path):
+        folders = set(fs.find(path, withdirs=True)).difference(files) | {path}
     _remove_all(fs, marks)
     _remove_all(fs, [name for name in files if name not in marks])
     for name in sorted(folders, reverse=True):  # what is deeper goes first

@@ -17,10 +17,20 @@ from lightning.fabric.storage.location import (
     filesystem,
     has_folders,
     is_object_store,
+    is_zonal,
     kind_of,
 )
 from lightning.fabric.storage.stats import leave_retries_untold, writing
-from lightning.fabric.storage.transport import fsspec, local, multipart, obstore, obstore_reader, s3
+from lightning.fabric.storage.transport import (
+    fsspec,
+    local,
+    multipart,
+    obstore,
+    obstore_reader,
+    s3,
+    zonal,
+    zonal_reader,
+)
 from lightning.fabric.storage.transport.reader import RangedFile, Source
 from lightning.fabric.storage.transport.retry import attempts_of, chain, retrying, status_of
 from lightning.fabric.storage.transport.sink import GivenUp, Sink
@@ -86,6 +96,8 @@ def _writer(location: Location, lean: bool) -> AbstractContextManager[Sink]:
     native = native_store(fs, path)
     if native is not None:
         return obstore.open_writer(fs, path, *native, smallest_part)
+    if is_zonal(fs, path):
+        return zonal.open_writer(fs, path)
     if s3.can_write(fs):
         return s3.open_writer(fs, path, smallest_part)
     return fsspec.open_writer(fs, path, lean)
@@ -132,12 +144,14 @@ def _opener(location: Location) -> Callable[[], Source]:
         return partial(local.Source, location)
     fs, path = filesystem(location)
     native = native_store(fs, path, reading=True)
-    if native is None:
+    if native is None and not is_zonal(fs, path):
         return partial(fsspec.Source, fs, path)
+    if native is None:
+        zonal.client_module("async_multi_range_downloader")
 
     def open_object() -> Source:
         try:
-            return obstore_reader.Source(*native)
+            return obstore_reader.Source(*native) if native is not None else zonal_reader.Source(fs, path)
         except FileNotFoundError as error:
             if kind_of(fs, path) == "directory":
                 raise IsADirectoryError(path) from error
