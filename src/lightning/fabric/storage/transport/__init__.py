@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
+from lightning.fabric.storage.advice import about_bucket, about_credentials, about_endpoint
 from lightning.fabric.storage.location import (
     Location,
     display,
@@ -32,7 +33,7 @@ from lightning.fabric.storage.transport import (
     zonal_reader,
 )
 from lightning.fabric.storage.transport.reader import RangedFile, Source
-from lightning.fabric.storage.transport.retry import attempts_of, chain, retrying, status_of
+from lightning.fabric.storage.transport.retry import attempts_of, chain, is_transient, retrying, status_of
 from lightning.fabric.storage.transport.sink import GivenUp, Sink
 from lightning.fabric.storage.transport.stores import native_store
 
@@ -44,6 +45,11 @@ _KINDS = (
     NotADirectoryError,
     TimeoutError,
     ConnectionError,
+)
+_LACK_OF_CREDENTIALS = (
+    *("NoCredentialsError", "PartialCredentialsError"),
+    *("DefaultCredentialsError", "RefreshError"),
+    *("ClientAuthenticationError", "CredentialUnavailableError"),
 )
 _KINDS_BY_STATUS = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
 
@@ -200,6 +206,19 @@ def _failure(verb: str, location: Location, cause: BaseException) -> OSError:
         end = (
             ". It may have been written all the same: look at what is there. It is whole, be it the old one or the new."
         )
-    failure = kind(f"Could not {verb} {display(location)}: {reason}{end}")
+    failure = kind(f"Could not {verb} {display(location)}: {reason}{end}{_advice(kind, location, cause)}")
     failure.errno = getattr(cause, "errno", None)
     return failure
+
+
+def _advice(kind: type[OSError], location: Location, cause: BaseException) -> str:
+    """What to do about it, where the cause is not a passing one, or one of this machine's."""
+    if isinstance(location, Path):
+        return ""
+    if kind is PermissionError or any(type(error).__name__ in _LACK_OF_CREDENTIALS for error in chain(cause)):
+        return about_credentials(location)
+    if kind is FileNotFoundError and is_object_store(filesystem(location)[0]):  # a name in a bucket needs no folder
+        return f" {about_bucket(location)}."
+    if is_transient(cause) and not any(status_of(error) for error in chain(cause)):
+        return about_endpoint(location)
+    return ""
