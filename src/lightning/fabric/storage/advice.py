@@ -56,5 +56,5 @@ def about_bucket(url: str) -> str:
 
 
 def _store(url: str) -> str:
-    protocol = get_protocol(url)
+    protocol = str(get_protocol(url))
     return _EXTRAS.get(protocol, protocol)

@@ -129,7 +129,8 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
 def _connect(url: str, text: str, options: dict[str, Any]) -> tuple[AbstractFileSystem, str]:
     """As ``url_to_fs``, with errors that say what to do."""
     try:
-        return url_to_fs(text, **options)
+        fs, path = url_to_fs(text, **options)
+        return fs, str(path)
     except ImportError as error:
         raise ImportError(f"{display(url)} needs a package: {error}.{about_package(text)}", name=error.name) from error
     except (ValueError, OSError) as error:

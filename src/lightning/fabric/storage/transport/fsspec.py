@@ -30,8 +30,10 @@ _AZURE_PIPE_LIMIT = 45_000 * 4 * 2**20
 #: How much is asked for at once where requests are small.
 _LARGEST_SPAN = 4 * 2**20
 #: What an object is, as far as file systems tell: if one of these is another, so is the object.
-_IDENTITY = ("size", "ETag", "etag", "generation", "LastModified", "last_modified", "mtime", "modify", "created")
-_IDENTITY += ("fileId", "modificationTime")  # of WebHDFS
+_IDENTITY = (
+    *("size", "ETag", "etag", "generation", "LastModified", "last_modified", "mtime", "modify", "created"),
+    *("fileId", "modificationTime"),  # of WebHDFS
+)
 
 
 @contextmanager
