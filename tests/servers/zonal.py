@@ -442,6 +442,9 @@ def zonal_server() -> Iterator[ZonalServer]:
         thread.start()
         running.callback(thread.join)
         running.callback(web.shutdown)
+        # a client that was made for another server would go on asking that
+        ExtendedGcsFileSystem.clear_instance_cache()
+        running.callback(ExtendedGcsFileSystem.clear_instance_cache)
         yield server
 
 

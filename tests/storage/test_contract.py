@@ -17,7 +17,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.implementations.sftp import SFTPFileSystem
 from fsspec.implementations.webhdfs import WebHDFS
 from gcsfs import GCSFileSystem
-from gcsfs.extended_gcsfs import ExtendedGcsFileSystem
 from s3fs import S3FileSystem
 
 from lightning.fabric.storage.load import archive
@@ -172,7 +171,6 @@ class TestGcsWithoutObstore(TestGcs):
 def zonal() -> Iterator[ZonalServer]:
     with zonal_server() as running:
         yield running
-    ExtendedGcsFileSystem.clear_instance_cache()
 
 
 class TestZonal(StorageContract):

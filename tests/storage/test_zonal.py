@@ -7,7 +7,6 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from gcsfs.extended_gcsfs import ExtendedGcsFileSystem
 
 from lightning.fabric.storage import checkpoints
 from lightning.fabric.storage.load import load_file
@@ -28,7 +27,6 @@ STATE = {"w": torch.arange(10 * MIB, dtype=torch.float32), "step": 3}
 def zonal() -> Iterator[ZonalServer]:
     with zonal_server() as running:
         yield running
-    ExtendedGcsFileSystem.clear_instance_cache()
 
 
 @pytest.fixture

@@ -179,26 +179,6 @@ def is_object_store(fs: AbstractFileSystem) -> bool:
     return type(fs).pipe_file is not AbstractFileSystem.pipe_file
 
 
-def is_zonal(fs: AbstractFileSystem, path: str) -> bool:
-    """Whether ``path`` is in a zonal bucket of Google's. gcsfs asks the store, and remembers the answer."""
-    return _is_bucket(fs, path, "_is_zonal_bucket")
-
-
-def is_hierarchical(fs: AbstractFileSystem, path: str) -> bool:
-    """Whether ``path`` is in a bucket of Google's with folders, which stay when all that was in them is removed.
-
-    Files and folders there can have the same name all the same.
-    """
-    return _is_bucket(fs, path, "_is_bucket_hns_enabled")
-
-
-def _is_bucket(fs: Any, path: str, question: str) -> bool:
-    from fsspec.asyn import sync
-
-    asked = getattr(fs, question, None)
-    return asked is not None and not fs.asynchronous and bool(sync(fs.loop, asked, fs.split_path(path)[0]))
-
-
 def missing(location: Location) -> str:
     """``location`` for messages about nothing being there, with the reason if there is no such bucket."""
     if isinstance(location, Path):

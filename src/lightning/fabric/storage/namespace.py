@@ -8,13 +8,13 @@ from pathlib import Path
 
 from fsspec import AbstractFileSystem
 
+from lightning.fabric.storage.buckets import is_hierarchical
 from lightning.fabric.storage.location import (
     Location,
     display,
     files_below,
     filesystem,
     has_folders,
-    is_hierarchical,
     is_object_store,
     kind_of,
 )

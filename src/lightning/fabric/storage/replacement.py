@@ -14,13 +14,13 @@ from pathlib import Path
 
 from fsspec import AbstractFileSystem
 
+from lightning.fabric.storage.buckets import is_zonal
 from lightning.fabric.storage.exchange import exchange
 from lightning.fabric.storage.location import (
     Location,
     display,
     filesystem,
     has_folders,
-    is_zonal,
     kind_of,
     names_inside,
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from lightning.fabric.storage.advice import about_bucket, about_credentials, about_endpoint
+from lightning.fabric.storage.buckets import is_zonal
 from lightning.fabric.storage.location import (
     Location,
     display,
@@ -18,7 +19,6 @@ from lightning.fabric.storage.location import (
     filesystem,
     has_folders,
     is_object_store,
-    is_zonal,
     kind_of,
 )
 from lightning.fabric.storage.stats import leave_retries_untold, writing

@@ -215,11 +215,10 @@ class _Appendable:
         return (found.size, found.checksums.crc32c) == self._content
 
     async def remove(self) -> None:
-        """Removes the object, if it has come into being and has not been moved."""
+        """Removes the object, unless it has not come into being, or has been moved."""
         await self._end_stream()
-        if self._generation is not None:
-            with suppress(FileNotFoundError):
-                await self._fs._rm_file(self._path)
+        with suppress(FileNotFoundError):
+            await self._fs._rm_file(self._path)
 
     async def _look(self, name: str, generation: int | None = None) -> Any:
         client = await self._fs._get_grpc_client()
