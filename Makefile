@@ -20,7 +20,7 @@ PLOT_STAMP := $(BENCH)/plot/plot-$(call checksum,requirements/plot.txt)
 # Lightning is a package that is installed, and so are our modules inside it: mypy finds them by name.
 OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' | LC_ALL=C sort)
 
-.PHONY: setup test test-azure lint demo bench bench-files bench-sharded bench-async bench-scale dev clean
+.PHONY: setup test test-azure test-hdfs lint demo bench bench-files bench-sharded bench-async bench-scale dev clean
 .DELETE_ON_ERROR:
 
 setup: $(FORK_STAMP)
@@ -38,6 +38,13 @@ $(AZURITE)/installed-$(AZURITE_VERSION):
 	rm -rf $(AZURITE)
 	npm install --prefix $(AZURITE) --no-audit --no-fund --no-package-lock azurite@$(AZURITE_VERSION)
 	touch $@
+
+# What `make test` leaves out, for it needs Debian's packages, a JDK and gcc, and fetches 220 MB.
+test-hdfs: setup build/hdfs/installed
+	$(BIN)/python -m pytest -m hdfs
+
+build/hdfs/installed: tests/servers/hdfs.py | setup
+	$(BIN)/python -m tests.servers.hdfs
 
 lint: setup
 	$(BIN)/ruff check .

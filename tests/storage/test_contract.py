@@ -15,6 +15,7 @@ import torch
 from adlfs import AzureBlobFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.implementations.sftp import SFTPFileSystem
+from fsspec.implementations.webhdfs import WebHDFS
 from gcsfs import GCSFileSystem
 from s3fs import S3FileSystem
 
@@ -23,13 +24,16 @@ from lightning.fabric.storage.save import save_file
 from lightning.fabric.storage.transport import fsspec as transport
 from tests.servers import SECRET, USER, Bucket, Fault, Server
 from tests.servers import azure as azurite
+from tests.servers import hdfs as hadoop
 from tests.servers import seaweedfs as weed
 from tests.servers.azure import AzureServer, Container, azure_server
 from tests.servers.gcs import PROJECT, GcsBucket, GcsServer, gcs_server
+from tests.servers.hdfs import Hdfs, HdfsFolder, hdfs_cluster
 from tests.servers.seaweedfs import seaweedfs_server
 from tests.servers.sftp import sftp_server
-from tests.storage.contract import MIB, StorageContract
-from tests.storage.places import Explicit, Folder, Memory, Store
+from tests.servers.zonal import ZonalBucket, ZonalServer, lead_gcsfs_to, zonal_server
+from tests.storage.contract import MIB, StorageContract, write
+from tests.storage.places import NAME, Explicit, Folder, Memory, Store
 
 #: A port that nobody listens on.
 NOWHERE = "http://127.0.0.1:9"
@@ -164,6 +168,23 @@ class TestGcsWithoutObstore(TestGcs):
 
 
 @pytest.fixture(scope="session")
+def zonal() -> Iterator[ZonalServer]:
+    with zonal_server() as running:
+        yield running
+
+
+class TestZonal(StorageContract):
+    beyond_limits = 40 * MIB
+
+    @pytest.fixture
+    def store(self, zonal: ZonalServer, monkeypatch: pytest.MonkeyPatch) -> Store:
+        lead_gcsfs_to(zonal, monkeypatch)
+        monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+        bucket = ZonalBucket(zonal)
+        return Store(bucket.url, bucket)
+
+
+@pytest.fixture(scope="session")
 def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]:
     if not azurite.is_installed():
         pytest.skip(azurite.MISSING)
@@ -235,3 +256,49 @@ class TestFtp(StorageContract):
     @pytest.fixture
     def store(self, ftp: str, tmp_path: Path) -> Store:
         return Store(ftp, Folder(tmp_path / "ftp"), with_login_as_options(ftp))
+
+
+@pytest.fixture(scope="session")
+def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
+    if not hadoop.is_installed():
+        pytest.skip(hadoop.MISSING)
+    with hdfs_cluster(tmp_path_factory.mktemp("hdfs")) as running:
+        yield running
+    WebHDFS.clear_instance_cache()
+
+
+@pytest.mark.hdfs
+class TestWebHdfs(StorageContract):
+    refused_names = ("a%20b", "50% + é=1")  # a data node decodes names once more than a name node
+
+    @pytest.fixture
+    def store(self, hdfs: Hdfs) -> Store:
+        folder = HdfsFolder(hdfs)
+        return Store(f"{hdfs.web_url}{folder.path}", folder)
+
+    def test_a_file_takes_the_place_of_another_in_one_step(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        call = WebHDFS._call
+        renames = []
+
+        def watched(fs: WebHDFS, operation: str, *arguments: Any, **options: Any) -> Any:
+            answer = call(fs, operation, *arguments, **options)
+            if operation == "RENAME":
+                renames.append(store.outside.get(NAME))
+            return answer
+
+        store.outside.put(NAME, b"old")
+        monkeypatch.setattr(WebHDFS, "_call", watched)
+        write(store.url, b"new")
+        assert renames == [b"new"]
+
+
+@pytest.mark.hdfs
+class TestHdfs(StorageContract):
+    refused_names = ("a?", "a?b#c")  # the client takes what follows on the mark for a query
+
+    @pytest.fixture
+    def store(self, hdfs: Hdfs, monkeypatch: pytest.MonkeyPatch) -> Store:
+        enter(hadoop.environment(), monkeypatch)
+        monkeypatch.syspath_prepend(hadoop.PYTHON)
+        folder = HdfsFolder(hdfs)
+        return Store(f"{hdfs.native_url}{folder.path}", folder)

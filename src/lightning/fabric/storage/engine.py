@@ -154,7 +154,7 @@ class Engine:
         self._stepped.clear()
 
     def copy_when_saved(self, location: Location, work: Callable[[], None]) -> None:
-        """As :meth:`when_saved`, for what makes a copy at ``location`` of the last save."""
+        """As :meth:`remove`, for what makes a copy at ``location`` of the last save."""
         self._queue.submit_copy(location, work)
 
     def warm(self, tensors: Iterable[Tensor]) -> None:

@@ -10,7 +10,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from lightning.fabric.storage.location import Location, display, is_file, join, locate
+from lightning.fabric.storage.location import Location, display, is_file, join, locate, missing
 from lightning.fabric.storage.namespace import STOCK_META
 from lightning.fabric.storage.stats import timed
 from lightning.fabric.storage.transport import open_reader
@@ -179,7 +179,7 @@ def open_checkpoint(location: Location) -> IO[bytes]:
     try:
         return open_reader(location)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"Checkpoint file not found: {display(location)}") from error
+        raise FileNotFoundError(f"Checkpoint file not found: {missing(location)}") from error
     except IsADirectoryError as error:
         what = "a folder, not a checkpoint file"
         if is_file(join(location, STOCK_META)):

@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.utils import get_protocol
+
+from lightning.fabric.storage.advice import about_bucket, about_credentials, about_package
 
 Location = Path | str
 
@@ -144,20 +147,38 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     Other processes write to the store as well, so what the file system remembers about that path is forgotten.
 
     Raises:
-        ValueError: The protocol is not known, or the file system has no file of that name.
+        ValueError: The protocol is not known, its client lacks an option, or has no file of that name.
         ImportError: The client of the store is not installed.
+        OSError: The client has asked a server, and got no good answer.
     """
     text, options = str(url), dict(options_of(url))
     if (protocol := get_protocol(text)) in ("http", "https"):  # proxies are found in the environment, as elsewhere
         given = {**conf.get(protocol, {}).get("client_kwargs", {}), **options.get("client_kwargs", {})}
         options["client_kwargs"] = {"trust_env": True, **given}
     folder, name = _split_where_taken_for_a_query(text)
-    fs, path = url_to_fs(folder, **options)
+    fs, path = _connect(url, folder, options)
     path = f"{path.rstrip('/')}/{name}" if name else path
     path = path.rstrip("/") or path  # else it would be another name on an object store
+    if protocol.lower() == "webhdfs" and "%" in path:  # a data node would decode it once more
+        raise ValueError(f"WebHDFS takes {display(url)!r} for another name: use one without `%`")
     for stale in (path, fs._parent(path)):
         fs.invalidate_cache(stale)
     return fs, path
+
+
+def _connect(url: str, text: str, options: dict[str, Any]) -> tuple[AbstractFileSystem, str]:
+    """As ``url_to_fs``, with errors that say what to do."""
+    try:
+        fs, path = url_to_fs(text, **options)
+        return fs, str(path)
+    except ImportError as error:
+        raise ImportError(f"{display(url)} needs a package: {error}.{about_package(text)}", name=error.name) from error
+    except (ValueError, OSError) as error:
+        if get_protocol(text) not in available_protocols():
+            raise
+        kind = ValueError if isinstance(error, ValueError) else OSError
+        reason = display_about(str(error), url).rstrip("!.")
+        raise kind(f"There is no way to {display(url)}: {reason}.{about_credentials(text)}") from error
 
 
 def _split_where_taken_for_a_query(url: str) -> tuple[str, str]:
@@ -196,6 +217,18 @@ def is_object_store(fs: AbstractFileSystem) -> bool:
     if isinstance(fs, AsyncFileSystem):
         return type(fs)._pipe_file is not AsyncFileSystem._pipe_file
     return type(fs).pipe_file is not AbstractFileSystem.pipe_file
+
+
+def missing(location: Location) -> str:
+    """``location`` for messages about nothing being there, with the reason if there is no such bucket."""
+    if isinstance(location, Path):
+        return display(location)
+    fs, path = filesystem(location)
+    exists = True
+    if not has_folders(fs) and not str(location).startswith("http"):
+        with suppress(Exception):  # it may be forbidden to ask, and that nothing is there is true anyway
+            exists = fs.exists(path.partition("/")[0])
+    return display(location) if exists else f"{display(location)}. {about_bucket(location)}"
 
 
 def shares_names(location: Location) -> bool:

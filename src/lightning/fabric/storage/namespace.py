@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fsspec import AbstractFileSystem
 
+from lightning.fabric.storage.buckets import is_hierarchical
 from lightning.fabric.storage.location import (
     Location,
     display,
@@ -101,7 +102,9 @@ def _remove_files_and_folders(fs: AbstractFileSystem, path: str) -> None:
     inside = path.rstrip("/") + "/"
     files = files_below(fs, path)
     marks = [inside + mark for mark in MARKS if inside + mark in files]
-    folders = set(fs.find(path, withdirs=True)).difference(files) | {path} if has_folders(fs) else set()
+    folders = set()
+    if has_folders(fs) or is_hierarchical(fs, path):
+        folders = set(fs.find(path, withdirs=True)).difference(files) | {path}
     _remove_all(fs, marks)
     _remove_all(fs, [name for name in files if name not in marks])
     for name in sorted(folders, reverse=True):  # what is deeper goes first

@@ -14,8 +14,16 @@ from pathlib import Path
 
 from fsspec import AbstractFileSystem
 
+from lightning.fabric.storage.buckets import is_zonal
 from lightning.fabric.storage.exchange import exchange
-from lightning.fabric.storage.location import Location, display, filesystem, kind_of, names_inside, shares_names
+from lightning.fabric.storage.location import (
+    Location,
+    display,
+    filesystem,
+    has_folders,
+    kind_of,
+    names_inside,
+)
 from lightning.fabric.storage.namespace import MARKS, move, remove, remove_any
 
 log = logging.getLogger(__name__)
@@ -160,7 +168,7 @@ def remove_leftovers(location: Location) -> None:
     files for this very name, one of which is the old folder if the kill came just after the exchange; in a folder at
     the place, all temporary files. Names of other places, and those that a save of this process is using, stay. A save
     to the same place by another process at the same time would lose its file, but must not be anyway. On object stores
-    there is nothing of the kind. A failure is only told.
+    there is nothing of the kind, but in zonal buckets. A failure is only told.
     """
     with _failure_told(location):
         if isinstance(location, Path):
@@ -168,8 +176,8 @@ def remove_leftovers(location: Location) -> None:
                 inside = os.listdir(place) if place.is_dir() else []
                 for name in _leftovers(place.name, os.listdir(place.parent), inside):
                     remove(place.parent / name)
-        elif not shares_names(location):
-            fs, path = filesystem(location)
+        elif has_folders((found := filesystem(location))[0]) or is_zonal(*found):
+            fs, path = found
             parent = fs._parent(path)
             inside = names_inside(fs, path) if kind_of(fs, path) == "directory" else []
             for name in _leftovers(path.rpartition("/")[2], names_inside(fs, parent), inside):

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning.fabric.storage.checkpoints import find_checkpoint
 from lightning.fabric.storage.checksums import Record
-from lightning.fabric.storage.location import Location, display, join, kind
+from lightning.fabric.storage.location import Location, display, join, kind, missing
 from lightning.fabric.storage.namespace import METADATA, STOCK_META
 from lightning.fabric.storage.transport import open_source
 from lightning.fabric.storage.transport.reader import RangedFile, Source
@@ -70,7 +70,7 @@ def verify(location: Location) -> Result:
     """
     log.info(f"Verifying {display(location)}")
     if _is_nothing(location):
-        raise FileNotFoundError(f"There is nothing at {display(location)}")
+        raise FileNotFoundError(f"There is nothing at {missing(location)}")
     try:
         found = find_checkpoint(location)
     except _CANNOT_TELL:

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
+from lightning.fabric.storage.advice import about_bucket, about_credentials, about_endpoint
+from lightning.fabric.storage.buckets import is_zonal
 from lightning.fabric.storage.location import (
     Location,
     display,
@@ -20,9 +22,18 @@ from lightning.fabric.storage.location import (
     kind_of,
 )
 from lightning.fabric.storage.stats import leave_retries_untold, writing
-from lightning.fabric.storage.transport import fsspec, local, multipart, obstore, obstore_reader, s3
+from lightning.fabric.storage.transport import (
+    fsspec,
+    local,
+    multipart,
+    obstore,
+    obstore_reader,
+    s3,
+    zonal,
+    zonal_reader,
+)
 from lightning.fabric.storage.transport.reader import RangedFile, Source
-from lightning.fabric.storage.transport.retry import attempts_of, chain, retrying, status_of
+from lightning.fabric.storage.transport.retry import attempts_of, chain, is_transient, retrying, status_of
 from lightning.fabric.storage.transport.sink import GivenUp, Sink
 from lightning.fabric.storage.transport.stores import native_store
 
@@ -34,6 +45,11 @@ _KINDS = (
     NotADirectoryError,
     TimeoutError,
     ConnectionError,
+)
+_LACK_OF_CREDENTIALS = (
+    *("NoCredentialsError", "PartialCredentialsError"),
+    *("DefaultCredentialsError", "RefreshError"),
+    *("ClientAuthenticationError", "CredentialUnavailableError"),
 )
 _KINDS_BY_STATUS = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
 
@@ -86,6 +102,8 @@ def _writer(location: Location, lean: bool) -> AbstractContextManager[Sink]:
     native = native_store(fs, path)
     if native is not None:
         return obstore.open_writer(fs, path, *native, smallest_part)
+    if is_zonal(fs, path):
+        return zonal.open_writer(fs, path)
     if s3.can_write(fs):
         return s3.open_writer(fs, path, smallest_part)
     return fsspec.open_writer(fs, path, lean)
@@ -132,12 +150,14 @@ def _opener(location: Location) -> Callable[[], Source]:
         return partial(local.Source, location)
     fs, path = filesystem(location)
     native = native_store(fs, path, reading=True)
-    if native is None:
+    if native is None and not is_zonal(fs, path):
         return partial(fsspec.Source, fs, path)
+    if native is None:
+        zonal.client_module("async_multi_range_downloader")
 
     def open_object() -> Source:
         try:
-            return obstore_reader.Source(*native)
+            return obstore_reader.Source(*native) if native is not None else zonal_reader.Source(fs, path)
         except FileNotFoundError as error:
             if kind_of(fs, path) == "directory":
                 raise IsADirectoryError(path) from error
@@ -195,6 +215,19 @@ def _failure(verb: str, location: Location, cause: BaseException) -> OSError:
         end = (
             ". It may have been written all the same: look at what is there. It is whole, be it the old one or the new."
         )
-    failure = kind(f"Could not {verb} {display(location)}: {reason}{end}")
+    failure = kind(f"Could not {verb} {display(location)}: {reason}{end}{_advice(kind, location, cause)}")
     failure.errno = getattr(cause, "errno", None)
     return failure
+
+
+def _advice(kind: type[OSError], location: Location, cause: BaseException) -> str:
+    """What to do about it, where the cause is not a passing one, or one of this machine's."""
+    if isinstance(location, Path):
+        return ""
+    if kind is PermissionError or any(type(error).__name__ in _LACK_OF_CREDENTIALS for error in chain(cause)):
+        return about_credentials(location)
+    if kind is FileNotFoundError and is_object_store(filesystem(location)[0]):  # a name in a bucket needs no folder
+        return f" {about_bucket(location)}."
+    if is_transient(cause) and not any(status_of(error) for error in chain(cause)):
+        return about_endpoint(location)
+    return ""

@@ -30,7 +30,10 @@ _AZURE_PIPE_LIMIT = 45_000 * 4 * 2**20
 #: How much is asked for at once where requests are small.
 _LARGEST_SPAN = 4 * 2**20
 #: What an object is, as far as file systems tell: if one of these is another, so is the object.
-_IDENTITY = ("size", "ETag", "etag", "generation", "LastModified", "last_modified", "mtime", "modify", "created")
+_IDENTITY = (
+    *("size", "ETag", "etag", "generation", "LastModified", "last_modified", "mtime", "modify", "created"),
+    *("fileId", "modificationTime"),  # of WebHDFS
+)
 
 
 @contextmanager
@@ -271,11 +274,14 @@ def room_for(fs: AbstractFileSystem, path: str) -> Iterator[None]:
 def _replace(fs: AbstractFileSystem, temporary: str, path: str) -> None:
     """Renames ``temporary`` to ``path``, over an existing file also where the file system refuses that.
 
-    Where it does (WebHDFS even without an error), the old file is set aside under another name until the new one has
-    taken its place, so that no moment lacks a complete file.
+    Where it does (HDFS, and its gateway even without an error), the old file is set aside under another name until the
+    new one has taken its place, so that no moment lacks a complete file.
     """
     try:
-        move(fs, temporary, path)
+        if "webhdfs" in _protocols(fs):  # whose client has no way to say so
+            fs._call("RENAME", method="put", path=temporary, destination=path, renameoptions="OVERWRITE")
+        else:
+            move(fs, temporary, path)
     except Exception:
         if kind_of(fs, temporary) != "file" or kind_of(fs, path) != "file":
             raise  # it is not the old file that was in the way

@@ -1,0 +1,60 @@
+"""What to do about a store that cannot be reached, or refuses: which package to install, which variable to set."""
+
+from fsspec.utils import get_protocol
+
+#: Protocols of the same client, by the name of the extra that brings it.
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+_PACKAGES = {
+    "s3": "the extra `s3`, or: pip install s3fs obstore",
+    "gcs": "the extra `gcs`, or: pip install gcsfs obstore",
+    "azure": "the extra `azure`, or: pip install adlfs obstore",
+    "sftp": "it with: pip install paramiko",
+    "ssh": "it with: pip install paramiko",
+    "hdfs": "it with: pip install pyarrow. It needs Java and Hadoop's libhdfs, too",
+}
+_CREDENTIALS = {
+    "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or the storage options `key` and `secret`",
+    "gcs": (
+        "Run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS to the file of a service"
+        " account, or the storage option `token`"
+    ),
+    "azure": (
+        "Set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or"
+        " AZURE_STORAGE_SAS_TOKEN, or the storage options `connection_string`, or `account_name` and `account_key`"
+    ),
+    "webhdfs": "Put the user into the URL, webhdfs://USER@HOST:PORT/, or set the storage option `kerberos`",
+}
+_ENDPOINTS = {
+    "s3": "AWS_ENDPOINT_URL and the storage option `endpoint_url`, as in http://127.0.0.1:9000",
+    "gcs": "STORAGE_EMULATOR_HOST and the storage option `endpoint_url`",
+    "azure": "the name of the account, or the connection string",
+}
+
+
+def about_package(url: str) -> str:
+    """What to install for ``url``, as a sentence; empty where it is not known."""
+    package = _PACKAGES.get(_store(url), "")
+    return f" Install {package}" if package else ""
+
+
+def about_credentials(url: str) -> str:
+    """Where the credentials for ``url`` come from, as a sentence; empty where that is not known."""
+    credentials = _CREDENTIALS.get(_store(url), "")
+    return f" {credentials}." if credentials else ""
+
+
+def about_endpoint(url: str) -> str:
+    """What tells which server ``url`` is on, as a sentence."""
+    return f" Is the server the right one? See {_ENDPOINTS.get(_store(url), 'the host and the port in the URL')}."
+
+
+def about_bucket(url: str) -> str:
+    """What to do if there is no such bucket, as a sentence."""
+    what = "container" if _store(url) == "azure" else "bucket"
+    name = url.partition("://")[2].partition("/")[0].rpartition("@")[2]
+    return f"There is no {what} {name!r}: make it, or correct the URL or the endpoint"
+
+
+def _store(url: str) -> str:
+    protocol = str(get_protocol(url))
+    return _EXTRAS.get(protocol, protocol)
