@@ -16,7 +16,7 @@ PANELS = {
     "busiest": "Most writes in one second",
     "requests_usd": "Writes of a month, dollars",
 }
-COLOURS = ("#8a8a8a", "#1f6fb4", "#e08a1e", "#3a9a4a", "#a03a8a")
+COLOURS = ("#8a8a8a", "#1f6fb4", "#e08a1e", "#3a9a4a")
 
 
 def draw_panel(axes: Axes, rows: list[dict[str, Any]], key: str, title: str) -> None:

@@ -7,6 +7,7 @@ thread that does it, so that other work on the machine adds little. 1,024 ranks 
 
 import argparse
 import gc
+import hashlib
 import io
 import json
 import multiprocessing
@@ -32,6 +33,9 @@ from tables import of_planning
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
+from lightning.fabric.storage import commit
+from lightning.fabric.storage.checksums import FileRecords
+from lightning.fabric.storage.joint import PackedPlan
 from lightning.fabric.storage.plans import Plans, Shard
 from lightning.fabric.storage.sharded import ShardWriter
 
@@ -120,11 +124,13 @@ class Crowd:
 
     def __init__(self, world: int, steps: Steps) -> None:
         self.world_size = world
-        self.joined: list[SavePlan] = []
+        #: The plan of rank zero, before it is joined with others.
+        self.plan: SavePlan
         #: Of each step, the largest thing that a rank says, and that it is answered; pickled.
         self.sizes: dict[str, int] = {}
         self._steps = steps
         self._silent = 0
+        self._written: list[bytes] = []
 
     def hold(self, what: str, mine: Callable[[], Any], decide: Callable[[list[Any]], list[Any]]) -> Any:
         own = mine()
@@ -139,28 +145,32 @@ class Crowd:
         with self._steps.step(f"{name}: pickle the answers"):
             back = [pickle.dumps(one) for one in answers]
         self.sizes[f"{name}: answered"] = max(map(len, back))
-        if isinstance(own, SavePlan):
-            self.joined = answers
+        if isinstance(own, PackedPlan):
+            self._written = answers
         return answers[0]
 
     def _name(self, own: Any) -> str:
         if own is None:
             self._silent += 1
             return "assign" if self._silent == 1 else "commit"
-        return {SavePlan: "join", list: "collect"}.get(type(own), "compare")
+        return {PackedPlan: "join", dict: "collect"}.get(type(own), "compare")
 
     def _all(self, own: Any) -> Iterator[Any]:
         """What each rank says, given what rank zero does."""
         yield own
         for rank in range(1, self.world_size):
-            if isinstance(own, SavePlan):
-                yield plans.moved(own, rank)
-            elif isinstance(own, list):
-                yield plans.results(self.joined[rank], rank)
+            if isinstance(own, PackedPlan):
+                yield PackedPlan.of(plans.moved(self.plan, rank))
+            elif isinstance(own, dict):
+                yield self._report(next(iter(own)), rank)
             else:
                 yield own
-        if isinstance(own, list):
-            self.joined = []
+
+    def _report(self, name: str, rank: int) -> dict[str, FileRecords]:
+        """Given what rank zero has called its file."""
+        items = plans.moved(self.plan, rank).items
+        written = [item for item, is_written in zip(items, self._written[rank], strict=True) if is_written]
+        return plans.report(SavePlan(written), name.replace("_0_", f"_{rank}_", 1))
 
 
 def save(world: int, folder: Path) -> tuple[Steps, dict[str, int]]:
@@ -172,26 +182,44 @@ def save(world: int, folder: Path) -> tuple[Steps, dict[str, int]]:
         with first.step("every rank: plan"):
             shard = Shard.of(state, {"epoch": 1}, crowd)
         with first.step("every rank: digest"):
-            pickle.dumps(shard.plan)
+            hashlib.blake2b(b"".join(PackedPlan.of(shard.plan)))
     plans.check(LAYERS, world, shard.plan)
+    crowd.plan = shard.plan
     shard = replace(shard, resolve=_small)
     ShardWriter(folder / "x.ckpt", crowd).save(lambda: shard, agreed)
     sizes = {**crowd.sizes, "metadata": (folder / "x.ckpt" / ".metadata").stat().st_size}
+    content = (folder / "x.ckpt" / ".metadata").read_bytes()
+    with first.step("every rank that loads: unpickle the metadata"):
+        commit.parse_metadata(content, folder)
     agreed.agree(lambda: shard.plan, Crowd(world, second))
     first.steps |= {f"again: {name}": step for name, step in second.steps.items()}
-    _plan_as_torch(world, shard.plan, first)
-    return first, sizes
+    return first, {**sizes, **save_as_torch(world, shard.plan, first)}
 
 
 def _small(item: WriteItem) -> torch.Tensor | io.BytesIO:
     return io.BytesIO(b"x") if item.tensor_data is None else torch.zeros(1)
 
 
-def _plan_as_torch(world: int, plan: SavePlan, steps: Steps) -> None:
-    """What torch's own planner takes for the same, which stock Lightning uses."""
-    all_plans = [pickle.loads(pickle.dumps(plans.moved(plan, rank))) for rank in range(world)]
+def save_as_torch(world: int, plan: SavePlan, steps: Steps) -> dict[str, int]:
+    """What rank zero does for the same with torch's own planner and writer, as stock Lightning does."""
+    sent = [pickle.dumps(plans.moved(plan, rank)) for rank in range(world)]
+    sizes = {"torch: plan": max(map(len, sent))}
+    with steps.step("torch: unpickle the plans"):
+        all_plans = [pickle.loads(one) for one in sent]
     with steps.step("torch: join"):
-        DefaultSavePlanner().create_global_plan(all_plans)
+        joined, metadata = DefaultSavePlanner().create_global_plan(all_plans)
+    with steps.step("torch: pickle the answers"):
+        sent = [pickle.dumps(one) for one in joined]
+    del all_plans
+    sent = [pickle.dumps(plans.results(one, rank)) for rank, one in enumerate(joined)]
+    del joined
+    sizes["torch: report"] = max(map(len, sent))
+    with steps.step("torch: unpickle the reports"):
+        reports = [pickle.loads(one) for one in sent]
+    with steps.step("torch: commit"):
+        metadata.storage_data = {result.index: result.storage_data for report in reports for result in report}
+        sizes["torch: metadata"] = len(pickle.dumps(metadata))
+    return sizes
 
 
 def measure(world: int) -> dict[str, Any]:

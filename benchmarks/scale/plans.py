@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning.fabric.storage.checksums import BLOCK, Record
+from lightning.fabric.storage.checksums import BLOCK, FileRecords, Record
 
 HIDDEN, KEYS, INNER, VOCABULARY = 8192, 1024, 43008, 131072
 #: The tensors of a decoder layer by name; with 32 layers, 41 * 10^9 parameters, which are 490 GB with their moments.
@@ -112,19 +113,30 @@ def check(layers: int, world: int, first: SavePlan) -> None:
             raise RuntimeError("torch's planner has other plans than this benchmark: adapt benchmarks/scale/plans.py")
 
 
-def records(plan: SavePlan) -> Iterator[tuple[WriteItem, Record]]:
-    """Where a plan's items would be in a file of ours, with checksums of no meaning."""
+def _places(plan: SavePlan) -> Iterator[tuple[WriteItem, int, int]]:
+    """Where a plan's items would be in a file: the offset of each, and the size of what is in its archive."""
     at = 0
     for item in plan.items:
         size = OTHER
         if item.tensor_data is not None:
             size = math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-        record = Record(at, HEAD + size + TAIL, at + HEAD, size, os.urandom(4 * (2 + -(-size // BLOCK))))
-        at = record.end
-        yield item, record
+        yield item, at, size
+        at += HEAD + size + TAIL
 
 
 def results(plan: SavePlan, rank: int) -> list[WriteResult]:
-    """What a rank of ours reports of the file that it has written."""
-    name = f"__0123456789ab_{rank}_0.distcp"
-    return [WriteResult(item.index, record.length, (name, record)) for item, record in records(plan)]
+    """What a rank of torch's reports of the file that it has written."""
+    name = f"__{rank}_0.distcp"
+    return [
+        WriteResult(item.index, HEAD + size + TAIL, _StorageInfo(name, at, HEAD + size + TAIL))
+        for item, at, size in _places(plan)
+    ]
+
+
+def report(plan: SavePlan, name: str) -> dict[str, FileRecords]:
+    """What a rank of ours reports of the file that it has written: of that name, with checksums of no meaning."""
+    records = [
+        Record(at, HEAD + size + TAIL, at + HEAD, size, os.urandom(4 * (2 + -(-size // BLOCK))))
+        for _, at, size in _places(plan)
+    ]
+    return {name: FileRecords.of(records)}

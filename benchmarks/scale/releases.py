@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from model import MIB, Release
 
+from lightning.fabric.storage.transport.multipart import Parts, parts_in_flight
+
 STOCK_NAME = "stock 2.6.6"
 
 #: Stock strategies with torch's FsspecWriter: see ``benchmarks/stock_shards.py``. A part is sent when 50 MiB have been
@@ -14,9 +16,15 @@ STOCK_NAME = "stock 2.6.6"
 #: looked for; the metadata is written under another name, copied, looked for and removed; meta.pt is written.
 STOCK = Release(copies=True, overlaps=False, part=50 * MIB, in_flight=1, opening=3, committing=9)
 #: Each rank writes its own file; rank zero also what is neither model nor optimizer, twice, and looks what there was.
-OURS = Release(part=16 * MIB, in_flight=8, closing=1, committing=4)
+OURS = Release(closing=1, committing=4)
 #: The same in the background, after a copy into memory that is pinned.
 ASYNCHRONOUS = replace(OURS, asynchronous=True, copies=True, pinned=True)
+
+
+def in_parts_for(release: Release, world: int) -> Release:
+    """A release of ours in a job of so many ranks."""
+    parts = Parts.of(lean=True, files=world)
+    return replace(release, part=parts.smallest, in_flight=parts_in_flight(parts.smallest, parts.memory))
 
 
 def with_constants(release: Release, constants: dict[str, float]) -> Release:

@@ -14,8 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model import MIB, Cluster, Outcome, Planning, Release, SaveFailed, Store, simulate
-from releases import ASYNCHRONOUS, OURS, STOCK, STOCK_NAME, with_constants
+from model import Cluster, Outcome, Planning, Release, SaveFailed, Store, simulate
+from releases import ASYNCHRONOUS, OURS, STOCK, STOCK_NAME, in_parts_for, with_constants
 from tables import GB, of_answers, of_planning, of_validation, put
 
 MEASURED = Path(__file__).with_name("measured")
@@ -71,19 +71,24 @@ class Measured:
 
     def of(self, ranks: int, joins: str) -> Planning:
         """What a save costs whose plans are joined by ``"torch"`` or ``"ours"``, or are known (``"nobody"``)."""
-        steps = [
-            "join: unpickle what is said",
-            "torch: join" if joins == "torch" else "join",
-            "join: pickle the answers",
-        ]
-        if joins == "nobody":
-            steps = [f"again: compare{part}" for part in (": unpickle what is said", "", ": pickle the answers")]
-        collecting = ["collect: unpickle what is said", "collect", "commit"]
-        said = "compare" if joins == "nobody" else "join"
+        if joins == "torch":
+            return Planning(
+                local=self._seconds(["every rank: plan"], ranks),
+                global_plan=self._seconds(
+                    [f"torch: {step}" for step in ("unpickle the plans", "join", "pickle the answers")], ranks
+                ),
+                commit=self._seconds(["torch: unpickle the reports", "torch: commit"], ranks),
+                plan=self._bytes("torch: plan", ranks),
+                report=self._bytes("torch: report", ranks),
+                metadata=self._bytes("torch: metadata", ranks),
+            )
+        meeting, said = ("again: compare", "compare") if joins == "nobody" else ("join", "join")
         return Planning(
             local=self._seconds(["every rank: plan", "every rank: digest"], ranks),
-            global_plan=self._seconds(steps, ranks),
-            commit=self._seconds(collecting, ranks),
+            global_plan=self._seconds(
+                [f"{meeting}{part}" for part in (": unpickle what is said", "", ": pickle the answers")], ranks
+            ),
+            commit=self._seconds(["collect: unpickle what is said", "collect", "commit"], ranks),
             plan=self._bytes(f"{said}: said", ranks),
             report=self._bytes("collect: said", ranks),
             metadata=self._bytes("metadata", ranks),
@@ -105,7 +110,6 @@ def ways(constants: dict[str, dict[str, float]]) -> dict[str, tuple[Release, str
         "ours": (with_constants(OURS, constants["ours"]), "nobody"),
         "ours, asynchronous, the first save": (background, "ours"),
         "ours, asynchronous": (background, "nobody"),
-        "the same, parts of 64 MiB, 4 at a time": (replace(background, part=64 * MIB, in_flight=4), "nobody"),
     }
 
 
@@ -133,7 +137,8 @@ def all_jobs(
     for nodes, size in JOBS:
         cluster = replace(machine, nodes=nodes)
         for name, (release, joins) in ways(constants).items():
-            row = play(size, cluster, store, release, measured.of(cluster.world, joins))
+            at_scale = release if joins == "torch" else in_parts_for(release, cluster.world)
+            row = play(size, cluster, store, at_scale, measured.of(cluster.world, joins))
             if outcome := row.pop("outcome", None):
                 row["requests_usd"], row["storage_usd"] = prices.month(size, outcome)
             rows.append({"way": name, "nodes": nodes, "size": size, **row})

@@ -115,9 +115,9 @@ def test_planning_is_measured(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     (one,) = json.loads(results.read_text())["planning"]
-    for step in ("every rank: plan", "join", "commit", "again: compare", "torch: join"):
+    for step in ("every rank: plan", "join", "commit", "again: compare", "torch: join", "torch: commit"):
         assert one["steps"][step]["cpu_s"] > 0
     assert "again: join" not in one["steps"]  # the plans are known
     assert one["bytes"]["compare: said"] < one["bytes"]["join: said"] / 1000  # a digest
-    assert one["bytes"]["metadata"] > 291 * 3 * 4 * 50
+    assert one["bytes"]["metadata"] > 291 * 3 * 4 * 8 + 4 * 490 * 10**9 / 2**20  # the places, and the checksums
     assert "| join | " in done.stdout

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from typing_extensions import override
 
 from lightning.fabric.storage import commit
-from lightning.fabric.storage.checksums import Record
+from lightning.fabric.storage.checksums import FileRecords, Record
 from lightning.fabric.storage.records import RecordWriter
 from lightning.fabric.storage.transport import open_writer
 
@@ -88,7 +88,7 @@ def make(
         for (index, _), record in zip(items, records[name], strict=True):
             metadata.storage_data[index] = _StorageInfo(name, record.offset, record.length)
     if checksums:
-        commit.describe(metadata, None, records)
+        commit.describe(metadata, None, {name: FileRecords.of(of_file) for name, of_file in records.items()})
     return metadata
 
 

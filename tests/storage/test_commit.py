@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lightning.fabric.storage import checkpoints, commit
-from lightning.fabric.storage.checksums import Record
+from lightning.fabric.storage import checkpoints, commit, consolidate, verify
+from lightning.fabric.storage.checksums import records_of
 from lightning.fabric.storage.location import Location, locate
 from lightning.fabric.storage.selection import why_incomplete
 from lightning.fabric.storage.transport.sink import Sink
@@ -153,22 +153,41 @@ def test_a_flipped_bit_in_what_describes_the_checkpoint_is_found(place: Location
 
 def test_a_newer_format_is_refused_and_says_so(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    metadata = commit.read_metadata(tmp_path)
-    metadata.lightning["format"] = 2  # type: ignore[attr-defined]
+    metadata, _ = commit.read_metadata(tmp_path)
+    metadata.lightning["format"] = 3  # type: ignore[attr-defined]
     commit.write_metadata(tmp_path, metadata)
-    with pytest.raises(OSError, match="saved in format 2, and this release reads format 1"):
+    with pytest.raises(OSError, match="saved in format 3, and this release reads formats up to 2"):
         load(tmp_path)
+
+
+def test_checkpoints_of_format_1_load_and_are_verified(tmp_path: Path) -> None:
+    save(tmp_path / "x.ckpt", 1)
+    metadata, _ = commit.read_metadata(tmp_path / "x.ckpt")
+    ours: dict[str, Any] = metadata.lightning  # type: ignore[attr-defined]
+    ours["format"] = 1
+    for name, file in ours["files"].items():
+        records = [tuple(record) for record in records_of(file)]
+        assert records
+        ours["files"][name] = {"size": file["size"], "records": records}
+    commit.write_metadata(tmp_path / "x.ckpt", metadata)
+    assert load(tmp_path / "x.ckpt") == 1
+    assert str(verify.verify(tmp_path / "x.ckpt")).endswith("all checksums right")
+    consolidate.consolidate(tmp_path / "x.ckpt", tmp_path / "one.ckpt")
+    assert torch.equal(torch.load(tmp_path / "one.ckpt")["model"]["w"], WEIGHTS["w"])
+    shard = next((tmp_path / "x.ckpt").glob("*_0_0.distcp"))
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert verify.verify(tmp_path / "x.ckpt").problems
 
 
 def test_every_byte_of_every_file_has_a_checksum_and_metadata_holds_built_in_types(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    described = commit.read_metadata(tmp_path).lightning  # type: ignore[attr-defined]
+    described = commit.read_metadata(tmp_path)[0].lightning  # type: ignore[attr-defined]
     assert pickle.loads(pickle.dumps(described)) == described
     assert "lightning." not in str(pickle.dumps(described))  # nothing to import
     assert sorted(described["files"]) == sorted(path.name for path in tmp_path.glob("*.distcp"))
     for name, file in described["files"].items():
         at = 0
-        for record in map(lambda entry: Record(*entry), file["records"]):
+        for record in records_of(file):
             for start, end, *_ in record.blocks():
                 assert start == at
                 at = end

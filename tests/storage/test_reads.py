@@ -25,7 +25,7 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTra
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from lightning.fabric.storage import reads, regions
-from lightning.fabric.storage.checksums import BLOCK, Record
+from lightning.fabric.storage.checksums import BLOCK, Record, records_of
 from lightning.fabric.storage.location import Location, locate
 from lightning.fabric.storage.reads import read_plan
 from lightning.fabric.storage.regions import Region
@@ -489,8 +489,8 @@ def flip(file: Path, at: int) -> None:
 
 def record_of(metadata: Any, name: str) -> tuple[str, Record]:
     info = next(info for index, info in metadata.storage_data.items() if index.fqn == name)
-    entries = metadata.lightning["files"][info.relative_path]["records"]
-    return info.relative_path, Record(*next(entry for entry in entries if entry[0] == info.offset))
+    records = records_of(metadata.lightning["files"][info.relative_path])
+    return info.relative_path, next(record for record in records if record.offset == info.offset)
 
 
 @pytest.mark.parametrize("where", ["first", "inside", "last"])

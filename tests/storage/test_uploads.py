@@ -351,6 +351,15 @@ def test_parts_fit_the_limits_of_the_stores_at_any_size(size: int) -> None:
     assert part % 2**18 == 0
 
 
+@pytest.mark.parametrize("lean", [False, True])
+def test_the_parts_of_many_files_are_larger_and_no_more_memory_is_on_its_way(lean: bool) -> None:
+    few, many = multipart.Parts.of(lean, files=64), multipart.Parts.of(lean, files=1024)
+    assert many.smallest == 3 * few.smallest
+    in_flight = [multipart.parts_in_flight(one.smallest, one.memory) for one in (few, many)]
+    assert in_flight == [8, 2]
+    assert many.memory == few.memory >= in_flight[1] * many.smallest
+
+
 def test_the_parts_of_a_stream_grow_so_that_their_number_stays_within_the_limits_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

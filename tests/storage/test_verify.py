@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from lightning.fabric import cli
 from lightning.fabric.storage import checkpoints, commit, verify
+from lightning.fabric.storage.checksums import records_of
 from lightning.fabric.storage.save import save_file
 from lightning.fabric.utilities import verify_checkpoint
 from tests.servers import Bucket
@@ -108,7 +109,7 @@ def test_every_damaged_byte_of_a_shard_is_found_and_belongs_to_a_tensor(tmp_path
     save(tmp_path / "x.ckpt")
     shard = shard_of(tmp_path / "x.ckpt")
     records = {}
-    for index, info in commit.read_metadata(tmp_path / "x.ckpt").storage_data.items():
+    for index, info in commit.read_metadata(tmp_path / "x.ckpt")[0].storage_data.items():
         records[index.fqn] = info
     assert set(records) == {"model.large", "model.small", "model.empty", "optimizer.lr", "optimizer.names"}
     for name, info in records.items():
@@ -129,7 +130,9 @@ def test_every_damaged_byte_of_a_shard_is_found_and_belongs_to_a_tensor(tmp_path
 def test_damage_that_goes_on_is_one_line_and_other_damage_is_another(tmp_path: Path, run: Run) -> None:
     save(tmp_path / "x.ckpt")
     shard, meta = shard_of(tmp_path / "x.ckpt"), next((tmp_path / "x.ckpt").glob("*_meta.distcp"))
-    info = next(i for n, i in commit.read_metadata(tmp_path / "x.ckpt").storage_data.items() if n.fqn == "model.large")
+    info = next(
+        i for n, i in commit.read_metadata(tmp_path / "x.ckpt")[0].storage_data.items() if n.fqn == "model.large"
+    )
     flip(shard, info.offset + 1000, info.offset + 1000 + MIB)
     flip(meta, 100)
     code, lines, _ = run(tmp_path / "x.ckpt")
@@ -171,7 +174,7 @@ def test_a_shard_of_stock_lightning_that_was_cut_off_is_told_with_the_tensors_th
 ) -> None:
     save_stock(tmp_path / "x.ckpt")
     shard = shard_of(tmp_path / "x.ckpt")
-    last = max(commit.read_metadata(tmp_path / "x.ckpt").storage_data.items(), key=lambda item: item[1].offset)
+    last = max(commit.read_metadata(tmp_path / "x.ckpt")[0].storage_data.items(), key=lambda item: item[1].offset)
     shard.write_bytes(shard.read_bytes()[:-10])
     code, lines, _ = run(tmp_path / "x.ckpt")
     assert code == 1
@@ -207,7 +210,8 @@ def test_bytes_without_a_checksum_are_a_problem(tmp_path: Path, run: Run, lackin
     metadata = make(tmp_path / "x.ckpt", {"a": torch.ones(3), "b": torch.ones(3)}, along(0, 1), ranks=1)
     ours: dict[str, Any] = metadata.lightning  # type: ignore[attr-defined]
     ours["meta"] = None
-    records = ours["files"]["__0_0.distcp"]["records"]
+    described = ours["files"]["__0_0.distcp"]
+    records = described["records"] = [tuple(record) for record in records_of(described)]
     gone = records.pop(0)
     if lacking == "checksums":
         records.insert(0, (*gone[:4], b""))

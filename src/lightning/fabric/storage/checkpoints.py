@@ -80,23 +80,28 @@ def find_checkpoint(path: _Path) -> FoundCheckpoint:
         FileNotFoundError: There is a sharded checkpoint of which something is missing.
         OSError: The store did not answer, or the checkpoint's metadata is damaged. Every rank raises it.
     """
-    drain()
-    location = locate_checkpoint(path)
-    metadata, is_full = from_rank_zero(lambda: _look(location))
-    return FoundCheckpoint(location, metadata, is_full)
-
-
-def _look(location: Location) -> tuple["Metadata | None", bool]:
     from lightning.fabric.storage import commit
 
-    try:
-        return commit.read_metadata(location), False
-    except FileNotFoundError:
-        if is_file(location):
-            return None, True
-        if commit.is_begun(location):
-            raise
-        return None, False
+    drain()
+    location = locate_checkpoint(path)
+    own: list[Metadata] = []
+
+    def look() -> tuple[bytes | None, bool]:
+        try:
+            metadata, content = commit.read_metadata(location)
+        except FileNotFoundError:
+            if is_file(location):
+                return None, True
+            if commit.is_begun(location):
+                raise
+            return None, False
+        own.append(metadata)
+        return content, False
+
+    content, is_full = from_rank_zero(look)  # its bytes, for of a large job the metadata are a million objects
+    if content is None:
+        return FoundCheckpoint(location, None, is_full)
+    return FoundCheckpoint(location, own[0] if own else commit.parse_metadata(content, location))
 
 
 def is_sharded_checkpoint(path: _Path) -> bool:

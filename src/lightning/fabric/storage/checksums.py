@@ -8,15 +8,20 @@ says of its tensor, and a block is checked by going on from the one before it.
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning.fabric.storage.packing import narrow
 
 #: Bytes of data with one checksum: a part of a record is read in whole blocks.
 BLOCK = 2**20
 
 
 class Record(NamedTuple):
-    """Where a record is, and its checksums. In a checkpoint's metadata it is a plain tuple of the same.
+    """Where a record is, and its checksums.
 
     Attributes:
         offset: Of its first byte in the file.
@@ -63,6 +68,46 @@ class Record(NamedTuple):
         if end < self.end:
             pieces.append((end, self.end, 0, crcs[len(pieces)]))
         return pieces
+
+
+class FileRecords(NamedTuple):
+    """The records of a file, in a few objects. In a checkpoint's metadata it is a dictionary of the same.
+
+    Attributes:
+        size: Of the file, in bytes.
+        records: What :mod:`struct` calls the type of each number, and the numbers: all of a :class:`Record` but the
+            checksums, one record after another, little-endian.
+        crcs: Of all records, one after another.
+    """
+
+    size: int
+    records: tuple[str, bytes]
+    crcs: bytes
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> "FileRecords":
+        """Packs the records of a file, in the order in which they were written, with all their checksums."""
+        numbers = np.array([record[:-1] for record in records], np.int64)
+        return cls(records[-1].end if records else 0, narrow(numbers), b"".join(record.crcs for record in records))
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """The offset and the length of each record."""
+        code, data = self.records
+        return np.frombuffer(data, f"<{code}").reshape(-1, 4)[:, :2].astype(np.int64)
+
+
+def records_of(described: Mapping[str, Any]) -> list[Record]:
+    """The records of a file, from what a checkpoint's metadata have of it, be it of this release or an earlier one."""
+    if isinstance(described["records"], list):
+        return [Record(*entry) for entry in described["records"]]
+    (code, data), crcs, at = described["records"], described["crcs"], 0
+    records = []
+    for offset, length, start, nbytes in struct.iter_unpack(f"<4{code}", data):
+        end = at + 4 * ((start > offset) + -(-nbytes // BLOCK) + (start + nbytes < offset + length))
+        records.append(Record(offset, length, start, nbytes, crcs[at:end]))
+        at = end
+    return records
 
 
 class Checksums:

@@ -3,10 +3,12 @@
 It is torch's ``Metadata``, pickled, with one more attribute of built-in types, which torch itself passes over::
 
     lightning = {
-        "format": 1,
+        "format": 2,
         "meta": "__0123456789ab_meta.distcp",  # what meta.pt holds; or None
-        "files": {name: {"size": bytes, "records": [tuple(Record), ...]}, ...},
+        "files": {name: FileRecords._asdict(), ...},
     }
+
+In format 1 the records of a file were a list of tuples of what :class:`Record` has.
 
 Behind the pickle comes its own checksum. What of a checkpoint is read is named there, so that an overwrite in place is
 seen as a whole: weights, optimizer and loop state are of one save. ``meta.pt`` is for stock Lightning only.
@@ -20,21 +22,24 @@ import pickle
 import re
 import secrets
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning.fabric.storage.checksums import Record
+from lightning.fabric.storage.checksums import FileRecords, records_of
 from lightning.fabric.storage.location import Location, display, join, shares_names, sizes_of_files
 from lightning.fabric.storage.namespace import METADATA, STOCK_META, remove_file, remove_names
+from lightning.fabric.storage.pickling import collection_paused
 from lightning.fabric.storage.save import save_file
 from lightning.fabric.storage.transport import open_source, open_writer
+from lightning.fabric.storage.transport.sink import Sink
 
 log = logging.getLogger(__name__)
 
 SHARD_SUFFIX = ".distcp"
-_FORMAT = 1
+_FORMAT = 2
 _TRAILER = re.compile(rb"\nlightning-crc32:([0-9a-f]{8})\Z")
 
 
@@ -48,28 +53,52 @@ def meta_name(save: str) -> str:
     return f"__{save}_meta{SHARD_SUFFIX}"
 
 
-def describe(metadata: Metadata, meta: str | None, records: dict[str, list[Record]]) -> None:
+def shard_name(save: str, rank: int) -> str:
+    """The file of a save that holds what a rank has of model and optimizer."""
+    return f"__{save}_{rank}_0{SHARD_SUFFIX}"
+
+
+def describe(metadata: Metadata, meta: str | None, files: Mapping[str, FileRecords]) -> None:
     """Adds to torch's metadata what this module's documentation says.
 
     Args:
         metadata: Of a checkpoint that is about to be committed.
         meta: From :func:`meta_name`, if there is such a file.
-        records: Of each file, in the order in which they were written.
+        files: All files, by name.
     """
-    files = {name: {"size": of[-1].end if of else 0, "records": [tuple(r) for r in of]} for name, of in records.items()}
-    metadata.lightning = {"format": _FORMAT, "meta": meta, "files": files}  # type: ignore[attr-defined]
+    described = {name: file._asdict() for name, file in files.items()}
+    metadata.lightning = {"format": _FORMAT, "meta": meta, "files": described}  # type: ignore[attr-defined]
 
 
 def write_metadata(location: Location, metadata: Metadata) -> None:
     """Makes what the metadata names the checkpoint at ``location``, at once."""
-    pickled = pickle.dumps(metadata)
-    with open_writer(join(location, METADATA)) as file:
-        file.write(pickled)
-        file.write(b"\nlightning-crc32:%08x" % zlib.crc32(pickled))
+    with open_writer(join(location, METADATA)) as file, collection_paused():
+        summed = _Summed(file)
+        pickle.Pickler(summed).dump(metadata)
+        file.write(b"\nlightning-crc32:%08x" % summed.crc)
 
 
-def read_metadata(location: Location) -> Metadata:
+class _Summed:
+    """Passes on what is written, and knows its CRC.
+
+    A pickler writes some 64 KiB at a time, after which other threads can run. They cannot while it collects all that in
+    memory.
+    """
+
+    def __init__(self, file: Sink) -> None:
+        self.crc = 0
+        self._file = file
+
+    def write(self, data: bytes) -> None:
+        self.crc = zlib.crc32(data, self.crc)
+        self._file.write(data)
+
+
+def read_metadata(location: Location) -> tuple[Metadata, bytes]:
     """Reads ``.metadata``, and looks whether the files that it names are there.
+
+    Returns:
+        The metadata, and the content of the file, which :func:`parse_metadata` takes.
 
     Raises:
         FileNotFoundError: There is no complete checkpoint. The message says what is missing.
@@ -82,7 +111,7 @@ def read_metadata(location: Location) -> Metadata:
             content = _read(join(location, METADATA))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise FileNotFoundError(_why_there_is_none(location)) from error
-        metadata = _parsed(content, location)
+        metadata = parse_metadata(content, location)
         try:
             _check_files(location, metadata)
         except FileNotFoundError:
@@ -90,7 +119,7 @@ def read_metadata(location: Location) -> Metadata:
                 raise
             # perhaps a save has replaced the checkpoint between the two questions
         else:
-            return metadata
+            return metadata, content
 
 
 def _check_files(location: Location, metadata: Metadata) -> None:
@@ -131,7 +160,12 @@ def _why_there_is_none(location: Location) -> str:
     )
 
 
-def _parsed(content: bytes, location: Location) -> Metadata:
+def parse_metadata(content: bytes, location: Location) -> Metadata:
+    """What the content of ``.metadata`` says of the checkpoint at ``location``.
+
+    Raises:
+        OSError: It is damaged, or of a newer release.
+    """
     trailer = _TRAILER.search(content, max(0, len(content) - 64))
     pickled = content[: trailer.start()] if trailer else content
     if trailer and int(trailer[1], 16) != zlib.crc32(pickled):
@@ -139,16 +173,17 @@ def _parsed(content: bytes, location: Location) -> Metadata:
             f"{display(join(location, METADATA))} is damaged: its checksum is wrong. Load another checkpoint."
         )
     try:
-        metadata = pickle.loads(pickled)
+        with collection_paused():
+            metadata = pickle.loads(pickled)
     except Exception as error:
         raise OSError(f"{display(join(location, METADATA))} is damaged, or no metadata: {error}") from error
     if not isinstance(metadata, Metadata):
         raise OSError(f"{display(join(location, METADATA))} holds no metadata of torch.distributed.checkpoint")
     ours = getattr(metadata, "lightning", None)
-    if ours is not None and ours["format"] != _FORMAT:
+    if ours is not None and ours["format"] > _FORMAT:
         raise OSError(
-            f"{display(location)} was saved in format {ours['format']}, and this release reads format {_FORMAT}: load"
-            " it with a newer one"
+            f"{display(location)} was saved in format {ours['format']}, and this release reads formats up to {_FORMAT}:"
+            " load it with a newer one"
         )
     return metadata
 
@@ -176,8 +211,8 @@ def read_meta(location: Location, metadata: Metadata) -> bytes | None:
             f"{display(join(location, ours['meta']))} is missing: the checkpoint is incomplete, or was replaced while"
             " it was loaded. Load it again, or load another one"
         ) from error
-    for record in ours["files"][ours["meta"]]["records"]:
-        for start, end, before, crc in Record(*record).blocks():
+    for record in records_of(ours["files"][ours["meta"]]):
+        for start, end, before, crc in record.blocks():
             if zlib.crc32(memoryview(content)[start:end], before) != crc:
                 raise OSError(
                     f"{display(join(location, ours['meta']))} is damaged between bytes {start} and {end}: its checksum"

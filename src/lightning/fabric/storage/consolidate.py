@@ -66,7 +66,7 @@ def consolidate(
         RuntimeError: The checkpoint has something beside tensors that cannot be loaded, or is not safe to load.
     """
     log.info(f"Consolidating {display(folder)}")
-    metadata = commit.read_metadata(folder)
+    metadata, _ = commit.read_metadata(folder)
     names: dict[TensorStub, str] = {}
     checkpoint = _without_tensors(folder, metadata, names)
     checkpoint.update(_meta(folder, metadata))

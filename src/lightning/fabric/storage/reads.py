@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-from lightning.fabric.storage.checksums import Record
+from lightning.fabric.storage.checksums import Record, records_of
 from lightning.fabric.storage.location import Location, display, join
 from lightning.fabric.storage.needs import Damaged, Need, Needs, Place, Unloadable
 from lightning.fabric.storage.regions import GAP, REQUEST
@@ -69,7 +69,9 @@ class _File:
         self.items: dict[Place, list[ReadItem]] = {}
         self.requests = 0
         self._size = described["size"] if described is not None else None
-        self._records = {entry[0]: Record(*entry) for entry in described["records"]} if described is not None else None
+        self._records: dict[int, Record] | None = None
+        if described is not None:
+            self._records = {record.offset: record for record in records_of(described)}
         self._lock = threading.Lock()
         self._source: Source | None = None
         self._failure: OSError | None = None

@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.checkpoint import CheckpointException, LoadPlan, LoadPlanner, Metadata, SavePlan, StorageReader
-from torch.distributed.checkpoint import filesystem as stock
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
 from lightning.fabric.storage import commit
-from lightning.fabric.storage.checksums import Record
+from lightning.fabric.storage.checksums import FileRecords, Record
+from lightning.fabric.storage.joint import Joint
 from lightning.fabric.storage.location import Location, beside, display, is_file, join, shares_names
 from lightning.fabric.storage.meeting import Meeting
 from lightning.fabric.storage.namespace import remove_file
@@ -59,8 +58,8 @@ class ShardWriter:
         #: Files that are complete.
         self._written: list[Location] = []
         self._peers: Peers | None = None
-        #: What all ranks have written; on rank zero.
-        self._results: list[WriteResult] = []
+        #: What each rank has written, by name; on rank zero.
+        self._reports: list[dict[str, FileRecords]] = []
 
     def save(self, look: Callable[[], Shard], plans: Plans) -> None:
         """Saves what this rank has of a state; a collective call.
@@ -82,13 +81,13 @@ class ShardWriter:
 
         try:
             with stage("plan"):
-                plan, metadata = plans.agree(plan_own, meeting)
+                plan, joint = plans.agree(plan_own, meeting)
                 self._assignment = meeting.hold("save", lambda: None, lambda said: [self._assign()] * len(said))
             with stage("upload"):
-                meeting.hold("save", lambda: self._write(shards[0], plan), self._take_results)
+                meeting.hold("save", lambda: self._write(shards[0], plan), self._take_reports)
             with stage("commit"):
                 is_committing = True
-                meeting.hold("save", lambda: None, lambda said: self._commit(metadata, shards[0].meta, len(said)))
+                meeting.hold("save", lambda: None, lambda said: self._commit(joint, shards[0].meta, len(said)))
         except BaseException as error:
             # what a meeting raises, all ranks raise; else one must have told that it failed
             if not is_committing and (isinstance(error, CheckpointException) or self._has_one_failed()):
@@ -100,43 +99,37 @@ class ShardWriter:
         in_the_way = not shares_names(self._location) and is_file(self._location)
         return _Assignment(save, f".{save}.new" if in_the_way else "")
 
-    def _write(self, shard: Shard, plan: SavePlan) -> list[WriteResult]:
+    def _write(self, shard: Shard, plan: SavePlan) -> dict[str, FileRecords]:
         save, folder = self._assignment.save, self._folder
         self._peers = Peers(save)
-        results: list[WriteResult] = []
+        report: dict[str, FileRecords] = {}
         try:
             if plan.items:
-                name = f"__{save}_{self._meeting.rank}_0{commit.SHARD_SUFFIX}"
+                name = commit.shard_name(save, self._meeting.rank)
                 with self._open(join(folder, name)) as file:
-                    results += _write_items(shard, plan, file, name)
+                    report[name] = FileRecords.of(_write_items(shard, plan, file))
             if shard.meta is not None:
                 name = commit.meta_name(save)
                 with self._open(join(folder, name)) as file:
-                    record = RecordWriter(file).write_object(shard.meta)
-                results.append(WriteResult(_NO_ITEM, record.length, (name, record)))
+                    report[name] = FileRecords.of([RecordWriter(file).write_object(shard.meta)])
         except BaseException:
             self._peers.tell_of_failure()
             raise
-        return results
+        return report
 
-    def _take_results(self, of_ranks: list[list[WriteResult]]) -> list[None]:
-        self._results = [result for of_rank in of_ranks for result in of_rank]
-        count_bytes(sum(of_rank[-1].storage_data[1].end for of_rank in of_ranks[1:] if of_rank))
-        return [None] * len(of_ranks)
+    def _take_reports(self, reports: list[dict[str, FileRecords]]) -> list[None]:
+        self._reports = reports
+        count_bytes(sum(file.size for report in reports[1:] for file in report.values()))
+        return [None] * len(reports)
 
-    def _commit(self, metadata: Metadata | None, meta: Any, world_size: int) -> list[None]:
-        assert metadata is not None, "rank zero has it"
+    def _commit(self, joint: Joint | None, meta: Any, world_size: int) -> list[None]:
+        assert joint is not None, "rank zero has it"
         save, folder = self._assignment.save, self._folder
-        records: dict[str, list[Record]] = {}
-        metadata.storage_data = {}
-        for result in self._results:
-            name, record = result.storage_data
-            records.setdefault(name, []).append(record)
-            if name != commit.meta_name(save):
-                metadata.storage_data[result.index] = stock._StorageInfo(name, record.offset, record.length)
-        if hasattr(stock, "CURRENT_DCP_VERSION"):
-            metadata.version = stock.CURRENT_DCP_VERSION
-        commit.describe(metadata, commit.meta_name(save) if meta is not None else None, records)
+        names = [commit.shard_name(save, rank) for rank in range(world_size)]
+        written = [report[name].places for name, report in zip(names, self._reports, strict=True) if name in report]
+        metadata = joint.metadata(names, written)
+        files = {name: file for report in self._reports for name, file in report.items()}
+        commit.describe(metadata, commit.meta_name(save) if meta is not None else None, files)
         commit.write_metadata(folder, metadata)
         if folder is not self._location:
             replace_by_folder(folder, self._location)
@@ -165,7 +158,7 @@ class ShardWriter:
     @contextmanager
     def _open(self, location: Location) -> Iterator[Sink]:
         assert self._peers is not None
-        with open_writer(location, lean=True) as file:
+        with open_writer(location, lean=True, files=self._meeting.world_size) as file:
             file.idle = self._peers.look
             file.disposable = True  # only the metadata of a complete checkpoint names it
             yield file
@@ -177,14 +170,10 @@ class ShardWriter:
         return beside(self._location, suffix) if suffix else self._location
 
 
-def _write_items(shard: Shard, plan: SavePlan, file: Sink, name: str) -> list[WriteResult]:
+def _write_items(shard: Shard, plan: SavePlan, file: Sink) -> list[Record]:
     file.expect(sum(size_of(item) + _ARCHIVE_EXTRA for item in plan.items))
     writer = RecordWriter(file)
-    records = ((item.index, writer.write(shard.resolve(item))) for item in plan.items)
-    return [WriteResult(index, record.length, (name, record)) for index, record in records]
-
-
-_NO_ITEM: Any = None
+    return [writer.write(shard.resolve(item)) for item in plan.items]
 
 
 class ShardReader(StorageReader):

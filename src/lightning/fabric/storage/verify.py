@@ -12,7 +12,7 @@ import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning.fabric.storage.checkpoints import find_checkpoint
-from lightning.fabric.storage.checksums import Record
+from lightning.fabric.storage.checksums import Record, records_of
 from lightning.fabric.storage.location import Location, display, join, kind, missing
 from lightning.fabric.storage.namespace import METADATA, STOCK_META
 from lightning.fabric.storage.transport import open_source
@@ -159,7 +159,7 @@ def _check_blocks(described: dict[str, Any], infos: dict[int, tuple[str, Any]], 
     wrong: list[Wrong] = []
     units: list[_Unit] = []
     position = 0
-    for record in [*(Record(*entry) for entry in described["records"]), Record(size, 0, size, 0, b"")]:
+    for record in [*records_of(described), Record(size, 0, size, 0, b"")]:
         if record.offset != position:
             wrong.append(Wrong(position, record.offset, infos.get(position, ("",))[0], "have no checksum"))
         name = infos.get(record.offset, ("what is neither model nor optimizer",))[0]

@@ -55,7 +55,7 @@ _KINDS_BY_STATUS = {401: PermissionError, 403: PermissionError, 404: FileNotFoun
 
 
 @contextmanager
-def open_writer(location: Location, lean: bool = False) -> Iterator[Sink]:
+def open_writer(location: Location, lean: bool = False, files: int = 1) -> Iterator[Sink]:
     """A file to write to, which becomes the file at ``location`` when the context ends without an exception.
 
     Whatever happens before that, ``KeyboardInterrupt`` included, leaves the previous file as it was.
@@ -65,6 +65,7 @@ def open_writer(location: Location, lean: bool = False) -> Iterator[Sink]:
         lean: Use less than 256 MiB of memory, whatever the size of the file. Else speed comes first: parts are
             larger, and stores that are fast only when they are given all of an object at once (GCS and Azure without
             obstore) are.
+        files: How many are being written together, by all ranks, beside each other in a store.
 
     Raises:
         OSError: On leaving the context, if the file could not be written or committed. The message names the file and
@@ -72,7 +73,7 @@ def open_writer(location: Location, lean: bool = False) -> Iterator[Sink]:
     """
     sink = callers = None
     try:
-        with _writer(location, lean) as sink, writing(sink):
+        with _writer(location, lean, files) as sink, writing(sink):
             try:
                 yield sink
             except Exception as error:
@@ -90,22 +91,22 @@ def open_writer(location: Location, lean: bool = False) -> Iterator[Sink]:
         raise _failure("write", location, cause) from error
 
 
-def _writer(location: Location, lean: bool) -> AbstractContextManager[Sink]:
+def _writer(location: Location, lean: bool, files: int) -> AbstractContextManager[Sink]:
     if isinstance(location, Path):
         return local.open_writer(location)
     fs, path = filesystem(location)
     if not has_folders(fs) and "/" not in path.strip("/"):
         raise ValueError(f"{display(location)} is a bucket, and not a place in one")
-    smallest_part = multipart.SMALLEST_LEAN_PART if lean else multipart.SMALLEST_PART
+    parts = multipart.Parts.of(lean, files)
     if is_object_store(fs):
         leave_retries_untold()
     native = native_store(fs, path)
     if native is not None:
-        return obstore.open_writer(fs, path, *native, smallest_part)
+        return obstore.open_writer(fs, path, *native, parts)
     if is_zonal(fs, path):
         return zonal.open_writer(fs, path)
     if s3.can_write(fs):
-        return s3.open_writer(fs, path, smallest_part)
+        return s3.open_writer(fs, path, parts)
     return fsspec.open_writer(fs, path, lean)
 
 

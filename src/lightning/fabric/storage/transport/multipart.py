@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+from typing import NamedTuple
 
 from lightning.fabric.storage.location import display
 
@@ -17,6 +18,10 @@ SMALLEST_PART = 32 * _MIB
 SMALLEST_LEAN_PART = 16 * _MIB
 #: How many parts are on their way at a time, while they are small.
 _PARTS_IN_FLIGHT = 8
+#: From so many files on that are written together, their parts are larger, and fewer are on their way: a store takes
+#: only so many requests a second. How much larger the model of benchmarks/scale has told.
+_MANY_FILES = 256
+_LARGER = 3
 #: The metadata of an object of several parts in which its upload is marked. If the answer to the request that commits
 #: it is lost, and the next attempt is told that there is no such upload, it tells whether the object is that one.
 TOKEN = "lightning_save"
@@ -41,6 +46,24 @@ def check_size(store: str, size: int) -> None:
         )
 
 
+class Parts(NamedTuple):
+    """In what parts a file is uploaded.
+
+    Attributes:
+        smallest: Their size in bytes, unless the object needs larger ones.
+        memory: The bytes that may be on their way at a time.
+    """
+
+    smallest: int
+    memory: int
+
+    @classmethod
+    def of(cls, lean: bool, files: int) -> "Parts":
+        """See :func:`lightning.fabric.storage.transport.open_writer`."""
+        smallest = SMALLEST_LEAN_PART if lean else SMALLEST_PART
+        return cls(_LARGER * smallest if files >= _MANY_FILES else smallest, _PARTS_IN_FLIGHT * smallest)
+
+
 def part_size(size: int, smallest: int) -> int:
     """The size of the parts, in bytes and a multiple of 1 MiB, in which an object of ``size`` bytes is uploaded.
 
@@ -58,9 +81,9 @@ def streamed_part_size(position: int, smallest: int) -> int:
     return part_size(8 * position, smallest)
 
 
-def parts_in_flight(part: int, smallest: int) -> int:
+def parts_in_flight(part: int, memory: int) -> int:
     """How many parts of ``part`` bytes are on their way at a time: the larger they are the fewer, to bound memory."""
-    return max(2, min(_PARTS_IN_FLIGHT, _PARTS_IN_FLIGHT * smallest // part))
+    return max(2, min(_PARTS_IN_FLIGHT, memory // part))
 
 
 def new_token() -> str:

@@ -14,6 +14,7 @@ from fsspec import AbstractFileSystem
 from lightning.fabric.storage.transport.multipart import (
     MOST_PARTS,
     TOKEN,
+    Parts,
     check_size,
     new_token,
     note_unknown_outcome,
@@ -46,7 +47,7 @@ _NEVER_SENT = "Connection refused|failed to lookup"
 
 @contextmanager
 def open_writer(
-    fs: AbstractFileSystem, path: str, store: "ObjectStore", name: str, smallest_part: int
+    fs: AbstractFileSystem, path: str, store: "ObjectStore", name: str, parts: Parts
 ) -> Iterator[PieceSink]:
     """See :func:`lightning.fabric.storage.transport.open_writer`.
 
@@ -55,9 +56,9 @@ def open_writer(
         path: The object's path there.
         store: The bucket.
         name: The object's name in it.
-        smallest_part: The size of the parts, in bytes, unless the object needs larger ones.
+        parts: How it is cut.
     """
-    upload = _Upload(store, name, f"{type(store).__name__} {path}", smallest_part)
+    upload = _Upload(store, name, f"{type(store).__name__} {path}", parts)
     upload.wait_for_the_one_before()
     sink = PieceSink(upload)
     upload.expected_size = lambda: sink.announced
@@ -82,10 +83,10 @@ class _Upload:
         store: The bucket.
         name: The object's name in it.
         key: What the object is called in :data:`_left_alone`.
-        smallest_part: As for :func:`open_writer`.
+        parts: As for :func:`open_writer`.
     """
 
-    def __init__(self, store: "ObjectStore", name: str, key: str, smallest_part: int) -> None:
+    def __init__(self, store: "ObjectStore", name: str, key: str, parts: Parts) -> None:
         self.expected_size: Callable[[], int]
         self.idle: Callable[[], None]
         self._store = store
@@ -93,7 +94,7 @@ class _Upload:
         self._pieces: queue.Queue[memoryview | None] = queue.Queue(maxsize=2)
         self._position = 0
         self._part_size = 0
-        self._smallest_part = smallest_part
+        self._parts = parts
         self._token = new_token()
         self._key = key
         self._given_up = threading.Event()
@@ -147,7 +148,7 @@ class _Upload:
     def _start_once(self) -> None:
         if not self._part_size:  # not earlier: only now have all storages been announced
             check_size(_store_name(self._store), self.expected_size())
-            self._part_size = part_size(self.expected_size(), self._smallest_part)
+            self._part_size = part_size(self.expected_size(), self._parts.smallest)
             start("checkpoint-upload", self._outcome, self._send)
 
     def _put(self, piece: memoryview | None) -> None:
@@ -171,7 +172,7 @@ class _Upload:
                 self._name,
                 attributes={TOKEN: self._token},
                 buffer_size=self._part_size,
-                max_concurrency=parts_in_flight(self._part_size, self._smallest_part),
+                max_concurrency=parts_in_flight(self._part_size, self._parts.memory),
             ) as writer:
                 try:
                     self._write_all(writer)

@@ -12,6 +12,7 @@ from lightning.fabric.storage.transport.calls import Call
 from lightning.fabric.storage.transport.multipart import (
     ABORT_S,
     TOKEN,
+    Parts,
     check_size,
     new_token,
     note_unknown_outcome,
@@ -33,9 +34,9 @@ def can_write(fs: AbstractFileSystem) -> bool:
 
 
 @contextmanager
-def open_writer(fs: "S3FileSystem", path: str, smallest_part: int) -> Iterator[Sink]:
-    """See :func:`lightning.fabric.storage.transport.open_writer`, and the one of obstore for ``smallest_part``."""
-    upload = _Upload(fs, path, smallest_part)
+def open_writer(fs: "S3FileSystem", path: str, parts: Parts) -> Iterator[Sink]:
+    """See :func:`lightning.fabric.storage.transport.open_writer`, and the one of obstore for ``parts``."""
+    upload = _Upload(fs, path, parts)
     sink = Sink(upload)
     upload.expected_size = lambda: sink.announced
     upload.idle = lambda: sink.idle()
@@ -50,7 +51,7 @@ def open_writer(fs: "S3FileSystem", path: str, smallest_part: int) -> Iterator[S
 class _Upload:
     """A multipart upload, or a single request if the file is small."""
 
-    def __init__(self, fs: "S3FileSystem", path: str, smallest_part: int) -> None:
+    def __init__(self, fs: "S3FileSystem", path: str, parts: Parts) -> None:
         self.expected_size: Callable[[], int]
         self.idle: Callable[[], None]
         self._fs = fs
@@ -61,7 +62,7 @@ class _Upload:
         self._token = new_token()
         self._position = 0
         self._part = bytearray()
-        self._smallest_part = smallest_part
+        self._parts = parts
         self._full = 0  # bytes at which the part is complete
         self._running: deque[Call] = deque()
         self._etags: list[str] = []
@@ -70,8 +71,8 @@ class _Upload:
         if not self._full:
             size = max(self.expected_size(), self._position)
             check_size("S3", size)
-            planned = part_size(size, self._smallest_part)
-            self._full = max(planned, streamed_part_size(self._position, self._smallest_part))
+            planned = part_size(size, self._parts.smallest)
+            self._full = max(planned, streamed_part_size(self._position, self._parts.smallest))
         taken = piece[: self._full - len(self._part)]
         self._part += taken
         self._position += len(taken)
@@ -86,7 +87,7 @@ class _Upload:
             self._creation = self._call("create_multipart_upload", Metadata=metadata)
         upload = self._creation.result(idle=self.idle)["UploadId"]
         number = len(self._etags) + len(self._running) + 1
-        while len(self._running) >= parts_in_flight(self._full, self._smallest_part):
+        while len(self._running) >= parts_in_flight(self._full, self._parts.memory):
             self._await_oldest()
         self._running.append(self._call("upload_part", PartNumber=number, UploadId=upload, Body=self._part))
         self._part = bytearray()
