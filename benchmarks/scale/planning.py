@@ -34,10 +34,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
 from lightning.fabric.storage import commit
-from lightning.fabric.storage.checksums import FileRecords
 from lightning.fabric.storage.joint import PackedPlan
 from lightning.fabric.storage.plans import Plans, Shard
-from lightning.fabric.storage.sharded import ShardWriter
+from lightning.fabric.storage.sharded import Report, ShardWriter
 
 TICK_S = 0.001
 LAYERS = 32
@@ -153,7 +152,7 @@ class Crowd:
         if own is None:
             self._silent += 1
             return "assign" if self._silent == 1 else "commit"
-        return {PackedPlan: "join", dict: "collect"}.get(type(own), "compare")
+        return {PackedPlan: "join", Report: "collect"}.get(type(own), "compare")
 
     def _all(self, own: Any) -> Iterator[Any]:
         """What each rank says, given what rank zero does."""
@@ -161,12 +160,12 @@ class Crowd:
         for rank in range(1, self.world_size):
             if isinstance(own, PackedPlan):
                 yield PackedPlan.of(plans.moved(self.plan, rank))
-            elif isinstance(own, dict):
-                yield self._report(next(iter(own)), rank)
+            elif isinstance(own, Report):
+                yield self._report(next(iter(own.files)), rank)
             else:
                 yield own
 
-    def _report(self, name: str, rank: int) -> dict[str, FileRecords]:
+    def _report(self, name: str, rank: int) -> Report:
         """Given what rank zero has called its file."""
         items = plans.moved(self.plan, rank).items
         written = [item for item, is_written in zip(items, self._written[rank], strict=True) if is_written]

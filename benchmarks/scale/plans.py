@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning.fabric.storage.checksums import BLOCK, FileRecords, Record
+from lightning.fabric.storage.sharded import Report
 
 HIDDEN, KEYS, INNER, VOCABULARY = 8192, 1024, 43008, 131072
 #: The tensors of a decoder layer by name; with 32 layers, 41 * 10^9 parameters, which are 490 GB with their moments.
@@ -133,10 +134,10 @@ def results(plan: SavePlan, rank: int) -> list[WriteResult]:
     ]
 
 
-def report(plan: SavePlan, name: str) -> dict[str, FileRecords]:
+def report(plan: SavePlan, name: str) -> Report:
     """What a rank of ours reports of the file that it has written: of that name, with checksums of no meaning."""
     records = [
         Record(at, HEAD + size + TAIL, at + HEAD, size, os.urandom(4 * (2 + -(-size // BLOCK))))
         for _, at, size in _places(plan)
     ]
-    return {name: FileRecords.of(records)}
+    return Report({name: FileRecords.of(records)})

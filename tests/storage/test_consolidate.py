@@ -302,9 +302,8 @@ assert not measure(verify.verify, output).problems
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is measured with /proc")
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
-    one = torch.rand(1024)
-    model = {f"w{i}": one.expand(4096, 1024) for i in range(8)}  # 16 MiB each
-    save(tmp_path / "x.ckpt", {**model, "large": one.expand(49_152, 1024)}, {})
+    model = {f"w{i}": torch.rand(1024).expand(4096, 1024) for i in range(8)}  # 16 MiB each
+    save(tmp_path / "x.ckpt", {**model, "large": torch.rand(1024).expand(49_152, 1024)}, {})
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "x.ckpt"), str(tmp_path / "y.ckpt")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert (tmp_path / "y.ckpt").stat().st_size > 320 * 2**20

@@ -180,9 +180,10 @@ def values_of(state: dict[str, Any]) -> list[float]:
     return sorted(found)
 
 
-def _tensors(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+def _tensors(model: nn.Module, optimizer: Any = None) -> list[torch.Tensor]:
     tensors: list[Any] = list(model.parameters())
-    tensors += [value for values in optimizer.state.values() for value in values.values()]
+    if optimizer is not None:
+        tensors += [value for values in optimizer.state.values() for value in values.values()]
     return [_local(tensor) for tensor in tensors]
 
 
@@ -303,6 +304,24 @@ def spread(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
         return {"right": [bool(torch.equal(values, torch.arange(len(values) * 1.0))) for values in flat]}
 
 
+def tied(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
+    """Saves a model of two layers with the same weight, and loads it into another one."""
+    models = []
+    for value in (job["value"], 0.0):
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
+        layers[1].weight = layers[0].weight
+        nn.init.constant_(layers[0].weight, value)
+        models.append(fabric.setup_module(nn.Sequential(*layers)))
+    fabric.save(job["path"], {"model": models[0]})
+    with torch.no_grad():
+        for tensor in _tensors(models[0]):
+            tensor.fill_(-1.0)  # as a step would
+    drain()
+    fabric.load(job["path"], {"model": models[1]})
+    (weight,) = _tensors(models[1])
+    return {"found": weight.unique().tolist(), "nbytes": weight.nbytes}
+
+
 def check(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
     """Loads what is in each of several places, and saves another value there, if there is one, and loads that."""
     return {"places": [_check(path, job.get("value"), fabric) for path in job["paths"]]}
@@ -332,4 +351,4 @@ def _attempt(action: Callable[[], Any]) -> dict[str, Any]:
     return {"error": error, "seconds": time.monotonic() - began}
 
 
-TASKS = {"save": save, "save_many": save_many, "load": load, "spread": spread, "check": check}
+TASKS = {"save": save, "save_many": save_many, "load": load, "spread": spread, "tied": tied, "check": check}

@@ -9,7 +9,8 @@ import logging
 import math
 import pickle
 import zlib
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
@@ -118,14 +119,27 @@ def _without_tensors(folder: Location, metadata: Metadata, names: dict[TensorStu
     read_plan(folder, metadata, plan, planner)
     nested: dict[str, Any] = {}
     paths = metadata.planner_data or {}
+    places = _places(metadata)
+    stubs: dict[Hashable, TensorStub] = {}
     for name, described in metadata.state_dict_metadata.items():
         if isinstance(described, TensorStorageMetadata):
-            value: Any = TensorStub(described.properties.dtype, tuple(described.size))
+            stub = TensorStub(described.properties.dtype, tuple(described.size))
+            value: Any = stubs.setdefault(
+                (places.get(name), stub.dtype, stub.shape), stub
+            )  # one for those that are tied
             names[value] = name
         else:
             value = planner.objects[name]
         set_element(nested, paths.get(name, (name,)), value)
     return nested
+
+
+def _places(metadata: Metadata) -> dict[str, frozenset[Any]]:
+    """Where the parts of each tensor or object are, by name."""
+    places: dict[str, set[Any]] = defaultdict(set)
+    for index, info in metadata.storage_data.items():
+        places[index.fqn].add((index.offset, info.relative_path, info.offset))
+    return {name: frozenset(of_name) for name, of_name in places.items()}
 
 
 def _meta(folder: Location, metadata: Metadata) -> dict[str, Any]:

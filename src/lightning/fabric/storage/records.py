@@ -1,7 +1,7 @@
 """Writes the records of a shard, with their checksums, in host memory that does not grow with them."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, cast
 
 import torch
@@ -88,6 +88,11 @@ def is_plain(tensor: Tensor) -> bool:
     is_own_class = type(tensor.detach()) is Tensor and not tensor.is_conj() and not tensor.is_neg()
     is_strided = tensor.layout == torch.strided and not tensor.is_nested
     return is_own_class and is_strided and not tensor.is_quantized and tensor.device.type != "meta"
+
+
+def memory_of(tensor: Tensor) -> Hashable:
+    """Where the values of a plain tensor are: the same for those that are tied, as long as both are alive."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 def _host_pieces(tensor: Tensor) -> Iterator[memoryview]:

@@ -2,10 +2,13 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, LoadPlan, LoadPlanner, Metadata, SavePlan, StorageReader
 from torch.futures import Future
 from typing_extensions import override
@@ -19,7 +22,7 @@ from lightning.fabric.storage.namespace import remove_file
 from lightning.fabric.storage.plans import Plans, Shard, size_of
 from lightning.fabric.storage.ranks import PeerFailed, Peers, portable
 from lightning.fabric.storage.reads import read_plan
-from lightning.fabric.storage.records import RecordWriter
+from lightning.fabric.storage.records import RecordWriter, is_plain, memory_of
 from lightning.fabric.storage.replacement import remove_leftovers, replace_by_folder
 from lightning.fabric.storage.stats import count_bytes, stage
 from lightning.fabric.storage.transport import open_writer
@@ -40,6 +43,19 @@ class _Assignment:
     suffix: str
 
 
+class Report(NamedTuple):
+    """What a rank tells of what it has written.
+
+    Attributes:
+        files: By name.
+        records: Of each item of its plan, the number of its record in the rank's shard. None if each has a record of
+            its own, in their order: rank zero of many ranks has much to do already.
+    """
+
+    files: dict[str, FileRecords]
+    records: NDArray[np.int32] | None = None
+
+
 class ShardWriter:
     """Writes one shard a rank, straight from the tensors' memory to the store.
 
@@ -58,8 +74,8 @@ class ShardWriter:
         #: Files that are complete.
         self._written: list[Location] = []
         self._peers: Peers | None = None
-        #: What each rank has written, by name; on rank zero.
-        self._reports: list[dict[str, FileRecords]] = []
+        #: Of all ranks; on rank zero.
+        self._reports: list[Report] = []
 
     def save(self, look: Callable[[], Shard], plans: Plans) -> None:
         """Saves what this rank has of a state; a collective call.
@@ -99,36 +115,42 @@ class ShardWriter:
         in_the_way = not shares_names(self._location) and is_file(self._location)
         return _Assignment(save, f".{save}.new" if in_the_way else "")
 
-    def _write(self, shard: Shard, plan: SavePlan) -> dict[str, FileRecords]:
+    def _write(self, shard: Shard, plan: SavePlan) -> Report:
         save, folder = self._assignment.save, self._folder
         self._peers = Peers(save)
-        report: dict[str, FileRecords] = {}
+        files: dict[str, FileRecords] = {}
+        numbers = None
         try:
             if plan.items:
                 name = commit.shard_name(save, self._meeting.rank)
                 with self._open(join(folder, name)) as file:
-                    report[name] = FileRecords.of(_write_items(shard, plan, file))
+                    records, numbers = _write_items(shard, plan, file)
+                files[name] = FileRecords.of(records)
             if shard.meta is not None:
                 name = commit.meta_name(save)
                 with self._open(join(folder, name)) as file:
-                    report[name] = FileRecords.of([RecordWriter(file).write_object(shard.meta)])
+                    files[name] = FileRecords.of([RecordWriter(file).write_object(shard.meta)])
         except BaseException:
             self._peers.tell_of_failure()
             raise
-        return report
+        return Report(files, numbers)
 
-    def _take_reports(self, reports: list[dict[str, FileRecords]]) -> list[None]:
+    def _take_reports(self, reports: list[Report]) -> list[None]:
         self._reports = reports
-        count_bytes(sum(file.size for report in reports[1:] for file in report.values()))
+        count_bytes(sum(file.size for report in reports[1:] for file in report.files.values()))
         return [None] * len(reports)
 
     def _commit(self, joint: Joint | None, meta: Any, world_size: int) -> list[None]:
         assert joint is not None, "rank zero has it"
         save, folder = self._assignment.save, self._folder
         names = [commit.shard_name(save, rank) for rank in range(world_size)]
-        written = [report[name].places for name, report in zip(names, self._reports, strict=True) if name in report]
+        written = [
+            report.files[name].places[... if report.records is None else report.records]
+            for name, report in zip(names, self._reports, strict=True)
+            if name in report.files
+        ]
         metadata = joint.metadata(names, written)
-        files = {name: file for report in self._reports for name, file in report.items()}
+        files = {name: file for report in self._reports for name, file in report.files.items()}
         commit.describe(metadata, commit.meta_name(save) if meta is not None else None, files)
         commit.write_metadata(folder, metadata)
         if folder is not self._location:
@@ -170,10 +192,29 @@ class ShardWriter:
         return beside(self._location, suffix) if suffix else self._location
 
 
-def _write_items(shard: Shard, plan: SavePlan, file: Sink) -> list[Record]:
-    file.expect(sum(size_of(item) + _ARCHIVE_EXTRA for item in plan.items))
+def _write_items(shard: Shard, plan: SavePlan, file: Sink) -> tuple[list[Record], NDArray[np.int32] | None]:
+    """Writes what has several names once.
+
+    Returns:
+        The records, and which of them each item has, as in :class:`Report`.
+    """
+    # all of them first: what is alive has memory of its own
+    tensors = [shard.resolve(item) if item.tensor_data is not None else None for item in plan.items]
+    known: dict[Hashable, int] = {}
+    numbers: list[int] = []
+    firsts: list[int] = []
+    for at, tensor in enumerate(tensors):
+        key = memory_of(tensor) if isinstance(tensor, Tensor) and is_plain(tensor) else at
+        numbers.append(known.setdefault(key, len(firsts)))
+        if numbers[-1] == len(firsts):
+            firsts.append(at)
+    file.expect(sum(size_of(plan.items[at]) + _ARCHIVE_EXTRA for at in firsts))
     writer = RecordWriter(file)
-    return [writer.write(shard.resolve(item)) for item in plan.items]
+    records = []
+    for at in firsts:
+        tensor = tensors[at]
+        records.append(writer.write(shard.resolve(plan.items[at]) if tensor is None else tensor))
+    return records, np.array(numbers, np.int32) if len(firsts) < len(numbers) else None
 
 
 class ShardReader(StorageReader):

@@ -15,7 +15,7 @@ from torch.storage import UntypedStorage
 from lightning.fabric.storage.garbage import collection_paused
 from lightning.fabric.storage.host_memory import ALIGNMENT, HostMemory
 from lightning.fabric.storage.pickling import Pickled
-from lightning.fabric.storage.records import is_plain
+from lightning.fabric.storage.records import is_plain, memory_of
 
 #: The most that is made contiguous on a device at a time; of what is contiguous, no copy is made there.
 _PIECE = 16 * 2**20
@@ -102,8 +102,7 @@ class Staging:
             if not is_plain(tensor):
                 items.append(tensor.detach().cpu().clone())
                 continue
-            same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-            place = places.setdefault(same, len(sources))
+            place = places.setdefault(memory_of(tensor), len(sources))
             if place == len(sources):
                 sources.append(tensor.detach())
             items.append(place)
