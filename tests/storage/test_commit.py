@@ -73,6 +73,42 @@ def test_an_overwrite_in_place_leaves_nothing_of_the_earlier_save(place: Locatio
     assert {".metadata", "meta.pt"} < set(left)
 
 
+class Unpicklable:
+    """Fails a save when its shard has been written."""
+
+    def __init__(self, meanwhile: Callable[[], Any]) -> None:
+        self._meanwhile = meanwhile
+
+    def __reduce__(self) -> Any:
+        self._meanwhile()
+        raise pickle.PicklingError("not this")
+
+
+def fail_to_save(path: Path, meanwhile: Callable[[], Any]) -> list[str]:
+    """What is left."""
+    with pytest.raises((OSError, RuntimeError), match="not this"):
+        checkpoints.save_sharded({"model": WEIGHTS}, {"epoch": Unpicklable(meanwhile)}, path)
+    return sorted(found.relative_to(path.parent).as_posix() for found in path.parent.rglob("*"))
+
+
+def test_a_save_that_fails_leaves_no_folder_that_was_not_there_before(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    begun: list[str] = []
+    assert fail_to_save(path, lambda: begun.extend(os.listdir(path))) == []
+    assert any(name.endswith("_0_0.distcp") for name in begun)
+    path.write_text("a file")
+    assert fail_to_save(path, lambda: None) == ["x.ckpt"]
+    path.unlink()
+    path.mkdir()
+    assert fail_to_save(path, lambda: None) == ["x.ckpt"]
+
+
+def test_a_save_that_fails_leaves_the_files_of_others_in_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    assert fail_to_save(path, (path / "notes.txt").touch) == ["x.ckpt", "x.ckpt/notes.txt"]
+    assert fail_to_save(path, lambda: None) == ["x.ckpt", "x.ckpt/notes.txt"]
+
+
 def test_what_was_found_before_an_overwrite_fails_to_load_and_is_not_mixed_with_it(place: Location) -> None:
     save(place, 1)
     found = checkpoints.find_checkpoint(place)

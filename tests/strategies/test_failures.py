@@ -134,6 +134,15 @@ def test_a_full_disk_under_one_rank_fails_the_save_on_every_rank(local: Local, r
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_save_that_fails_at_a_new_path_leaves_nothing_of_any_rank(local: Local, is_async: bool) -> None:
+    path = local.new({})
+    outcomes = local.run(save_job(path, NEW, full_disk=1, **{"async": is_async}), 2)
+    assert_failed_alike(outcomes, "OSError: Could not save the sharded checkpoint .*rank 1: .*File too large")
+    assert local.names(path) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "is_async"), [("fsdp", False), ("model_parallel", False), ("fsdp", True)])
 def test_loop_state_that_cannot_be_pickled_fails_the_save_on_every_rank(
     place: Local, strategy: str, is_async: bool

@@ -1,5 +1,6 @@
 """Folders, renames and removals. Names are literal: ``*`` and the like have no meaning in them."""
 
+import errno
 import os
 import shutil
 from collections.abc import Iterable
@@ -78,6 +79,15 @@ def remove_folder(location: Location) -> None:
         for mark in MARKS:
             (location / mark).unlink(missing_ok=True)
         shutil.rmtree(location)
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Removes a folder in which nothing is. It is no error if there is something, or no such folder."""
+    try:
+        folder.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise
 
 
 def remove_names(location: Location, names: Iterable[str]) -> None:

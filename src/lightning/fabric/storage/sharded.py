@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from lightning.fabric.storage.checksums import FileRecords, Record
 from lightning.fabric.storage.joint import Joint
 from lightning.fabric.storage.location import Location, beside, display, is_file, join, shares_names
 from lightning.fabric.storage.meeting import Meeting
-from lightning.fabric.storage.namespace import remove_file
+from lightning.fabric.storage.namespace import remove_file, remove_if_empty
 from lightning.fabric.storage.plans import Plans, Shard, size_of
 from lightning.fabric.storage.ranks import PeerFailed, Peers, portable
 from lightning.fabric.storage.reads import read_plan
@@ -41,6 +42,8 @@ class _Assignment:
     save: str
     #: What is added to the name of the checkpoint's folder until the folder can take the place of a file.
     suffix: str
+    #: Whether the save makes that folder, on a local disk.
+    makes_folder: bool
 
 
 class Report(NamedTuple):
@@ -113,7 +116,8 @@ class ShardWriter:
     def _assign(self) -> _Assignment:
         save = commit.new_save()
         in_the_way = not shares_names(self._location) and is_file(self._location)
-        return _Assignment(save, f".{save}.new" if in_the_way else "")
+        is_free = isinstance(self._location, Path) and not self._location.exists()
+        return _Assignment(save, f".{save}.new" if in_the_way else "", in_the_way or is_free)
 
     def _write(self, shard: Shard, plan: SavePlan) -> Report:
         save, folder = self._assignment.save, self._folder
@@ -169,10 +173,14 @@ class ShardWriter:
             return False
 
     def _discard(self) -> None:
-        """Removes what this rank wrote."""
+        """Removes what this rank wrote, and the folder with the last of all files."""
+        if self._peers is None:  # nothing has been begun
+            return
         try:
             for place in self._written:
                 remove_file(place)
+            if self._assignment.makes_folder and isinstance(self._folder, Path):
+                remove_if_empty(self._folder)
         except Exception as error:
             reason = f"{type(error).__name__}: {display(str(error))}"
             log.warning(f"Could not remove what a save that failed has left in {display(self._location)} ({reason})")
