@@ -17,10 +17,13 @@ import s3fs
 import torch
 from botocore.exceptions import ClientError
 
-from lightning.fabric.storage import transport
+from lightning.fabric.storage import records, transport
 from lightning.fabric.storage.load import load_file
 from lightning.fabric.storage.location import locate
+from lightning.fabric.storage.meeting import Meeting
+from lightning.fabric.storage.plans import Plans, Shard
 from lightning.fabric.storage.save import save_file
+from lightning.fabric.storage.sharded import ShardWriter
 from lightning.fabric.storage.stats import SaveReport, reporting
 from lightning.fabric.storage.transport import multipart, retry
 from lightning.fabric.storage.transport.sink import PieceSink, Sink
@@ -358,6 +361,42 @@ def test_the_parts_of_many_files_are_larger_and_no_more_memory_is_on_its_way(lea
     in_flight = [multipart.parts_in_flight(one.smallest, one.memory) for one in (few, many)]
     assert in_flight == [8, 2]
     assert many.memory == few.memory >= in_flight[1] * many.smallest
+
+
+def test_a_shard_of_a_large_job_goes_up_in_larger_parts_of_which_two_are_on_their_way(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multipart, "SMALLEST_LEAN_PART", 2 * _MIB)
+    monkeypatch.setattr(records, "_PIECE", _MIB)
+    place = locate(f"{bucket.url}/x.ckpt")
+    report, lock, third = SaveReport(place), threading.Lock(), threading.Event()
+    written: list[int] = []
+    on_their_way = highest = 0
+
+    def hold(method: str, path: str) -> None:
+        nonlocal on_their_way, highest
+        if not part_of(path):
+            return
+        with lock:
+            on_their_way += 1
+            highest = max(highest, on_their_way)
+            if highest > 2:
+                third.set()
+        if len(written) < 2:
+            third.wait(0.5)  # for nothing
+            written.append(report.progress()[0])
+        with lock:
+            on_their_way -= 1
+
+    meeting = Meeting()
+    meeting.world_size = 256  # of which the others have nothing to say
+    with bucket.refusing(hold), reporting(report):
+        shard = Shard.of({"w": torch.ones(12 * _MIB)}, None, meeting)
+        ShardWriter(place, meeting).save(lambda: shard, Plans())
+    parts = {part_of(path) for method, path in bucket.requests if method == "PUT"} - {""}
+    assert len(parts) == 9  # of 6 MiB, and what is no tensor
+    assert highest == 2
+    assert written[0] < 20 * _MIB  # two parts, one that is being filled, and two pieces
 
 
 def test_the_parts_of_a_stream_grow_so_that_their_number_stays_within_the_limits_too(
