@@ -3,7 +3,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.servers import Bucket
+from tests.servers.proxy import proxy_before
 from tests.strategies.forks import Forks
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -46,10 +47,11 @@ class Runs:
         assert result.returncode == 0, result.stdout + result.stderr
         return self.ends(folder)
 
-    def train(self, **case: Any) -> Ranks:
+    def train(self, environments: Sequence[dict[str, str]] = ({}, {}), **case: Any) -> Ranks:
         """The same with ranks that are forked, which takes a fraction of the time."""
         folder = self.folder(**case)
-        job = {"task": "train", "folder": str(folder), "environments": [dict(os.environ)] * 2}
+        own = [{**os.environ, **environment} for environment in environments]
+        job = {"task": "train", "folder": str(folder), "environments": own}
         assert [outcome["error"] for outcome in self.forks.run(job)] == [None, None]
         return self.ends(folder)
 
@@ -117,6 +119,38 @@ def test_a_run_resumed_from_s3_ends_bit_for_bit_like_one_that_was_not_stopped(
     else:
         assert files == ["run/epoch=0.ckpt"]
     assert_continued(straight, runs.train(**case, resume=f"{bucket.url}/run/epoch=0.ckpt"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_background", [False, True])
+def test_rank_zero_alone_copies_the_shards_of_all_ranks_for_the_link_to_the_last_checkpoint(
+    runs: Runs, bucket: Bucket, in_background: bool
+) -> None:
+    case = {"api": "trainer", "strategy": "model_parallel", "kind": "sharded", "package": "lightning"}
+    case |= {"url": f"{bucket.url}/run", "epochs": 2, "save_last": "link"}
+    target = bucket.server.proxy.target
+    with proxy_before(target) as first, proxy_before(target) as second:
+        endpoints = [{"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.server_port}"} for proxy in (first, second)]
+        straight = runs.train(endpoints, **case, in_background=in_background)
+        written = [
+            sorted(path.partition("run/last.ckpt/")[2] for method, path in proxy.requests if method == "PUT")
+            for proxy in (first, second)
+        ]
+    last, linked = (
+        {name.rpartition("/")[2]: bucket.get(name) for name in bucket.names(f"run/{folder}.ckpt/")}
+        for folder in ("last", "epoch=1")
+    )
+    assert last == linked
+    assert len(last) == 5
+    assert set(last) < set(written[0])
+    assert set(written[1]) == {""}  # its own shards
+
+    resumed = runs.train(**case, resume=f"{bucket.url}/run/last.ckpt")
+    for one, other in zip(straight, resumed, strict=True):
+        assert (one["batches_seen"], other["batches_seen"]) == (8, 0)
+        for key in ("parameters", "optimizer", "groups", "schedulers", "counters"):
+            assert one[key]
+            assert differences(one[key], other[key]) == []
 
 
 @pytest.mark.slow

@@ -102,7 +102,9 @@ def shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 def with_trainer() -> dict[str, Any]:
     callbacks = importlib.import_module(f"{L.__name__}.callbacks")
-    checkpoint = callbacks.ModelCheckpoint(dirpath=CASE["url"], filename="{epoch}", save_top_k=-1)
+    checkpoint = callbacks.ModelCheckpoint(
+        dirpath=CASE["url"], filename="{epoch}", save_top_k=-1, save_last=CASE.get("save_last")
+    )
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy=strategy(L.strategies), max_epochs=CASE["epochs"], logger=False,
         callbacks=[checkpoint], plugins=plugins(L), default_root_dir=RUN,
