@@ -106,6 +106,24 @@ def test_a_save_that_training_waits_for_has_a_row_for_each_stage(name: str, tmp_
     assert "background" not in str(report)
 
 
+def test_the_copy_for_a_link_at_a_url_has_a_row_and_is_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning.fabric"), "propagate", True)
+    caplog.set_level(logging.INFO, stats.__name__)
+    profiler = SimpleProfiler()
+    root = f"memory://{tmp_path}"
+    fit(tmp_path, profiler, callbacks=[ModelCheckpoint(root, save_top_k=-1, save_last="link", filename="{epoch}")])
+    report = rows(profiler.summary())
+    assert {name: cells[1] for name, cells in report.items() if name.startswith("checkpoint_")} == {
+        "checkpoint_upload": "2",
+        "checkpoint_commit": "2",
+        "checkpoint_link": "2",
+    }
+    saved = [record.getMessage() for record in caplog.records if record.name == stats.__name__]
+    assert [line.partition(": ")[0] for line in saved] == [f"Saved {root}/epoch={epoch}.ckpt" for epoch in range(2)]
+
+
 @pytest.mark.parametrize("extended", [True, False])
 def test_what_went_on_beside_training_is_marked_and_no_part_of_the_run(tmp_path: Path, extended: bool) -> None:
     profiler = SimpleProfiler(dirpath=tmp_path, filename="report", extended=extended)

@@ -35,7 +35,8 @@ class SaveReport:
         size: Bytes that this process has written, and on rank zero those of the other ranks of a sharded save.
         stages: Seconds in the training thread: ``wait`` for what is in the background, ``stage`` for the copy to host
             memory that it needs. Of a synchronous save: ``plan``, in which ranks agree who saves what; ``upload``; and
-            ``commit`` from the last byte that was handed over until the checkpoint is durable.
+            ``commit`` from the last byte that was handed over until the checkpoint is durable. Of a copy of the last
+            checkpoint: ``link``.
         background: Seconds in another thread, likewise.
         retries: Requests of this process that were sent again, as far as the client of the store tells.
         retries_untold: Whether a part went through a client that sends requests again without telling.

@@ -11,6 +11,7 @@ from lightning.fabric.storage.engine import engine_of
 from lightning.fabric.storage.location import is_same, is_within, locate, text_of_folder
 from lightning.fabric.storage.ranks import outcome_of_rank_zero
 from lightning.fabric.storage.save_queue import unconditionally
+from lightning.fabric.storage.stats import SaveReport, reporting, stage
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -72,7 +73,8 @@ def copy_as_last(callback: "ModelCheckpoint", trainer: "Trainer", path: str, is_
         return
     engine = engine_of(trainer.strategy.checkpoint_io)
     if engine is None:
-        with outcome_of_rank_zero():
+        # in the profiler's report; it is no save of its own
+        with reporting(SaveReport(locate(path))), stage("link"), outcome_of_rank_zero():
             if trainer.is_global_zero:
                 duplicate(target, path)
     elif trainer.is_global_zero:
