@@ -82,11 +82,11 @@ def remove_folder(location: Location) -> None:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Removes a folder in which nothing is. It is no error if there is something, or no such folder."""
+    """Removes a folder in which nothing is. It is no error if there is something, or no folder of that name."""
     try:
         folder.rmdir()
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
             raise
 
 
