@@ -20,7 +20,7 @@ PLOT_STAMP := $(BENCH)/plot/plot-$(call checksum,requirements/plot.txt)
 # Lightning is a package that is installed, and so are our modules inside it: mypy finds them by name.
 OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' | LC_ALL=C sort)
 
-.PHONY: setup test test-azure test-hdfs lint demo bench bench-files bench-sharded bench-async bench-scale dev clean
+.PHONY: setup test setup-azure test-azure setup-hdfs test-hdfs lint demo bench bench-files bench-sharded bench-async bench-scale dev clean
 .DELETE_ON_ERROR:
 
 setup: $(FORK_STAMP)
@@ -30,8 +30,10 @@ test: lint
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 # What `make test` leaves out, for it needs npm. A version of azurite is installed once, into a folder of its own.
-test-azure: setup $(AZURITE)/installed-$(AZURITE_VERSION)
+test-azure: setup-azure
 	$(BIN)/python -m pytest -m azure
+
+setup-azure: setup $(AZURITE)/installed-$(AZURITE_VERSION)
 
 $(AZURITE)/installed-$(AZURITE_VERSION):
 	@command -v npm || { echo "npm is missing, which installs azurite: install Node.js" >&2; exit 1; }
@@ -40,8 +42,10 @@ $(AZURITE)/installed-$(AZURITE_VERSION):
 	touch $@
 
 # What `make test` leaves out, for it needs Debian's packages, a JDK and gcc, and fetches 220 MB.
-test-hdfs: setup build/hdfs/installed
+test-hdfs: setup-hdfs
 	$(BIN)/python -m pytest -m hdfs
+
+setup-hdfs: setup build/hdfs/installed
 
 build/hdfs/installed: tests/servers/hdfs.py | setup
 	$(BIN)/python -m tests.servers.hdfs

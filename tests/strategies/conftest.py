@@ -6,12 +6,18 @@ import pytest
 from tests.servers import Bucket
 from tests.strategies.forks import Forks, fork_server
 from tests.strategies.places import S3, Local
+from tests.strategies.trainings import Runs
 
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     with fork_server(tmp_path_factory.mktemp("forks")) as running:
         yield running
+
+
+@pytest.fixture
+def runs(tmp_path: Path, forks: Forks) -> Runs:
+    return Runs(tmp_path, forks)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch import nn
 import lightning.pytorch as L
 from lightning.fabric.storage.load import load_file
 from tests.servers import Bucket
-from tests.strategies.test_remote_checkpoints import Runs, differences
+from tests.strategies.trainings import Runs, differences
 
 
 class Model(L.LightningModule):
@@ -44,10 +44,10 @@ class Model(L.LightningModule):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "model_parallel"])
 def test_one_process_resumes_from_what_was_consolidated_in_a_bucket(
-    tmp_path: Path, bucket: Bucket, strategy: str, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, tmp_path: Path, bucket: Bucket, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = {"api": "trainer", "strategy": strategy, "kind": "sharded", "package": "lightning", "url": bucket.url}
-    ranks = Runs(tmp_path).train(**case, epochs=1)
+    ranks = runs.train(**case, epochs=1)
     name = "lightning.pytorch.utilities.consolidate_checkpoint"
     monkeypatch.setattr(sys, "argv", [name, f"{bucket.url}/epoch=0.ckpt", "--output_file", f"{bucket.url}/one.ckpt"])
     monkeypatch.delitem(sys.modules, name, raising=False)
