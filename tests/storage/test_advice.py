@@ -7,10 +7,14 @@ from typing import Any
 
 import fsspec
 import pytest
+import s3fs
 from fsspec.registry import _registry
 
 from lightning.fabric.storage.load import load_file
+from lightning.fabric.storage.logs import has_entries, next_version
 from lightning.fabric.storage.save import save_file
+from lightning.fabric.storage.selection import names_in
+from lightning.fabric.storage.text import is_there
 from lightning.fabric.storage.verify import verify
 from tests.servers import SECRET, Bucket
 from tests.servers.gcs import PROJECT, GcsServer, gcs_server
@@ -158,3 +162,17 @@ def test_a_missing_package_is_named_with_what_brings_it(
     with said(f"{protocol}://host/x.ckpt needs a package", package, kind=ImportError):
         do(f"{protocol}://host/x.ckpt", {})
     assert protocol in fsspec.available_protocols()
+
+
+@pytest.mark.parametrize("ask", [names_in, next_version, has_entries, is_there])
+def test_a_question_that_a_store_does_not_answer_names_the_place_and_what_to_set(
+    bucket: Bucket, ask: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = f"{bucket.url}/run"
+    with bucket.refusing(lambda method, path: 403), said(f"Could not look at {folder}: ", kind=PermissionError):
+        ask(folder)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    s3fs.S3FileSystem.clear_instance_cache()
+    with said(f"Could not look at {folder}: NoCredentialsError", "Set AWS_ACCESS_KEY_ID"):
+        ask(folder)

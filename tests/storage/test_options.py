@@ -1,6 +1,7 @@
 import importlib
 import os
 import pickle
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.config import conf
+from fsspec.registry import _registry
 from s3fs import S3FileSystem
 
 from lightning.fabric.storage import options
@@ -70,6 +72,7 @@ def test_options_of_a_run_go_before_those_of_the_configuration(monkeypatch: pyte
     ("protocol", "given", "error"),
     [
         ("s4", {}, "no protocol 's4'.*'s3'"),
+        ("s3://bucket/run", {}, "of a protocol, and not of a place: give 's3'"),
         ("file", {}, "Local paths have no storage options"),
         ("s3", {"endpoint": "hunter2"}, "S3FileSystem has no option `endpoint`: do you mean `endpoint_url`"),
         ("gs", {"key": "hunter2"}, "has no option `key`"),
@@ -81,6 +84,15 @@ def test_what_a_client_would_pass_over_is_refused(protocol: str, given: dict[str
         set_storage_options(protocol, **given)
     assert "hunter2" not in str(raised.value)
     assert options._options == {}
+
+
+def test_a_client_that_is_not_installed_is_named_with_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "adlfs"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "adlfs", None)
+    monkeypatch.delitem(_registry, "az", raising=False)
+    with pytest.raises(ImportError, match=r"az:// needs a package: .+ Install the extra `azure`"):
+        set_storage_options("az", account_name="test")
 
 
 def test_clients_that_take_any_option_are_given_it() -> None:

@@ -10,8 +10,9 @@ from typing import IO
 
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning.fabric.storage.location import display, filesystem, has_folders, join, kind, list_names, locate
+from lightning.fabric.storage.location import Location, display, filesystem, has_folders, join, kind, list_names, locate
 from lightning.fabric.storage.mirror import Mirror
+from lightning.fabric.storage.transport import questions_named
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +65,12 @@ def make_folder(folder: str) -> None:
 
 
 def has_entries(folder: str) -> bool:
-    """Whether there is anything in a folder."""
-    try:
-        return bool(list_names(locate(folder)))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    """Whether there is anything in a folder.
+
+    Raises:
+        OSError: The store did not answer.
+    """
+    return bool(_names_in(locate(folder)))
 
 
 def next_version(folder: str) -> int:
@@ -78,15 +80,19 @@ def next_version(folder: str) -> int:
         OSError: The store did not answer.
     """
     location = locate(folder)
-    try:
-        names = list_names(location)
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
-    numbers = {name: name.split("_")[1] for name in names if name.startswith("version_")}
+    numbers = {name: name.split("_")[1] for name in _names_in(location) if name.startswith("version_")}
     for name in sorted((name for name in numbers if numbers[name].isdecimal()), key=lambda name: -int(numbers[name])):
         if kind(join(location, name)) == "directory":
             return int(numbers[name]) + 1
     return 0
+
+
+def _names_in(location: Location) -> list[str]:
+    try:
+        with questions_named(location):
+            return list_names(location)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 class LogFiles:

@@ -8,6 +8,7 @@ from typing import Any
 from fsspec import AbstractFileSystem, available_protocols, get_filesystem_class
 from fsspec.config import conf
 
+from lightning.fabric.storage.advice import about_package
 from lightning.fabric.storage.location import _LOCAL_PROTOCOLS
 
 #: Clients that pass over an option which they do not know.
@@ -39,10 +40,17 @@ def set_storage_options(protocol: str, **options: Any) -> None:
     if name in _LOCAL_PROTOCOLS:
         raise ValueError("Local paths have no storage options")
     if name not in available_protocols():
+        if name.partition("://")[0] in available_protocols():
+            raise ValueError(f"Options are those of a protocol, and not of a place: give {name.partition('://')[0]!r}")
         near = difflib.get_close_matches(name, available_protocols(), 3)
         hint = f": do you mean {' or '.join(map(repr, near))}?" if near else ": use that of a URL, such as 's3' or 'gs'"
         raise ValueError(f"fsspec knows no protocol {name!r}{hint}")
-    kind = get_filesystem_class(name)
+    try:
+        kind = get_filesystem_class(name)
+    except ImportError as error:
+        raise ImportError(
+            f"{name}:// needs a package: {error}.{about_package(f'{name}://')}", name=error.name
+        ) from error
     _refuse_unknown(kind, options)
     protocols = (kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol
     for one in protocols:  # fsspec takes the options of all its names, and those of the last one before the others

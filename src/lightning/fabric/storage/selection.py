@@ -20,7 +20,7 @@ from lightning.fabric.storage.location import (
 )
 from lightning.fabric.storage.namespace import METADATA
 from lightning.fabric.storage.replacement import SHARD_FOLDER_PART
-from lightning.fabric.storage.transport import open_reader
+from lightning.fabric.storage.transport import open_reader, questions_named
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.types import _PATH
 
@@ -71,8 +71,10 @@ def names_in(folder: _PATH) -> list[str]:
     Raises:
         OSError: The store did not answer.
     """
+    location = locate(folder)
     try:
-        return list_names(locate(folder))
+        with questions_named(location):
+            return list_names(location)
     except FileNotFoundError:
         return []
 

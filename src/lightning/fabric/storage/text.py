@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from lightning.fabric.storage.location import filesystem, kind, kind_of, locate, shares_names
-from lightning.fabric.storage.transport import open_reader, open_writer
+from lightning.fabric.storage.transport import open_reader, open_writer, questions_named
 
 _Path = str | os.PathLike[str]
 
@@ -39,8 +39,14 @@ def open_text(path: _Path, mode: Literal["r", "w"]) -> Iterator[IO[str]]:
 
 
 def is_there(path: _Path) -> bool:
-    """Whether there is something at ``path`` now, whatever this process remembers of the store."""
-    return kind(locate(path)) != "nothing"
+    """Whether there is something at ``path`` now, whatever this process remembers of the store.
+
+    Raises:
+        OSError: The store did not answer.
+    """
+    location = locate(path)
+    with questions_named(location):
+        return kind(location) != "nothing"
 
 
 def has_folder(path: _Path) -> bool:

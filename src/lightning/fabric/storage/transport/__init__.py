@@ -176,6 +176,19 @@ def copy_failures_named(location: Location) -> Iterator[None]:
         raise _failure("write", location, error) from error
 
 
+@contextmanager
+def questions_named(location: Location) -> Iterator[None]:
+    """For a body that asks what is at ``location``: its errors name that, unless they say that nothing is there."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, ImportError, ValueError, NotImplementedError):
+        raise
+    except Exception as error:
+        if isinstance(location, Path):
+            raise
+        raise _failure("look at", location, error) from error
+
+
 class _Named:
     """A source whose errors name the file, and which tries again what fails for a moment."""
 

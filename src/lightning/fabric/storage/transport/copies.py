@@ -8,7 +8,7 @@ from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 
 from lightning.fabric.storage.location import Location, display, filesystem, info_of, is_object_store
-from lightning.fabric.storage.transport import copy_failures_named, open_reader, open_writer
+from lightning.fabric.storage.transport import copy_failures_named, open_reader, open_writer, questions_named
 from lightning.fabric.storage.transport.calls import Call
 from lightning.fabric.storage.transport.fsspec import room_for
 from lightning.fabric.storage.transport.multipart import TOKEN, new_token, part_size
@@ -64,7 +64,11 @@ def _copier(source: Location, target: Location) -> Callable[[], str] | None:
     (fs, path), (other, copy) = filesystem(source), filesystem(target)
     if fs != other or not is_object_store(fs) or not _has_copies(fs):
         return None
-    return lambda: _let_copy(fs, path, copy)
+    with questions_named(source):
+        info = info_of(fs, path)
+    if info["type"] != "file":
+        raise FileNotFoundError(f"There is no file {display(source)}")
+    return lambda: _let_copy(fs, path, copy, int(info["size"]))
 
 
 def _has_copies(fs: AbstractFileSystem) -> bool:
@@ -73,14 +77,11 @@ def _has_copies(fs: AbstractFileSystem) -> bool:
     return type(fs).cp_file is not AbstractFileSystem.cp_file
 
 
-def _let_copy(fs: AbstractFileSystem, path: str, copy: str) -> str:
-    info = info_of(fs, path)
-    if info["type"] != "file":
-        raise FileNotFoundError(f"there is no file {path}")
+def _let_copy(fs: AbstractFileSystem, path: str, copy: str, size: int) -> str:
     with room_for(fs, copy):
         problem = ""
         if isinstance(fs, AsyncFileSystem):
-            call = Call(fs, _copied(fs, path, copy, int(info["size"])))
+            call = Call(fs, _copied(fs, path, copy, size))
             try:
                 problem = call.result()
             except BaseException:
@@ -90,8 +91,8 @@ def _let_copy(fs: AbstractFileSystem, path: str, copy: str) -> str:
             retrying(f"The copy to {copy}", lambda: fs.cp_file(path, copy))
         fs.invalidate_cache(copy)
         fs.invalidate_cache(fs._parent(copy))
-    size = info_of(fs, copy).get("size")
-    return problem or (f"it has {size} bytes, and not {info['size']}" if size != info["size"] else "")
+    found = info_of(fs, copy).get("size")
+    return problem or (f"it has {found} bytes, and not {size}" if found != size else "")
 
 
 async def _copied(fs: Any, path: str, copy: str, size: int) -> str:
