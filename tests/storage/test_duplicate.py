@@ -12,7 +12,8 @@ from lightning.fabric.storage.background import drain, will_exist
 from lightning.fabric.storage.commit import read_metadata
 from lightning.fabric.storage.duplicate import duplicate
 from lightning.fabric.storage.load import load_file
-from lightning.fabric.storage.location import list_names
+from lightning.fabric.storage.location import Location, list_names
+from lightning.fabric.storage.namespace import MARKS
 from lightning.fabric.storage.save import save_file
 from lightning.fabric.storage.save_queue import Queue, Save
 from lightning.fabric.storage.selection import why_incomplete
@@ -108,6 +109,29 @@ def test_the_old_shards_count_until_all_are_copied_and_what_was_copied_in_vain_g
         duplicate(f"{bucket.url}/run/two.ckpt", f"{bucket.url}/run/last.ckpt")
     assert bucket.names() == before
     assert load(f"{bucket.url}/run/last.ckpt") == 1
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_what_is_copied_stays_once_metadata_may_be_there(mark: str, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(f"{root}/run/one.ckpt", 1)
+    save(f"{root}/run/two.ckpt", 2)
+    duplicate(f"{root}/run/one.ckpt", f"{root}/run/last.ckpt")
+
+    marks = [mark]
+
+    def interrupted(source: Location, target: Location) -> None:
+        copies.copy_file(source, target)
+        if marks and str(target).endswith(marks[0]):
+            marks.clear()
+            raise KeyboardInterrupt  # while nobody knows whether the store has made the copy
+
+    monkeypatch.setattr("lightning.fabric.storage.duplicate.copy_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        duplicate(f"{root}/run/two.ckpt", f"{root}/run/last.ckpt")
+    assert load(f"{root}/run/last.ckpt") == 2
+    duplicate(f"{root}/run/one.ckpt", f"{root}/run/last.ckpt")
+    assert list_names(f"{root}/run/last.ckpt") == list_names(f"{root}/run/one.ckpt")
+    assert load(f"{root}/run/last.ckpt") == 1
 
 
 def test_shards_with_the_names_of_the_old_ones_are_never_taken_for_those(bucket: Bucket) -> None:

@@ -51,15 +51,17 @@ def _copy_folder(source: Location, target: Location) -> None:
     shards = [name for name in names if name not in MARKS]
     if not before.keys().isdisjoint(shards):  # not ours, which have other names each time: no checkpoint may mix them
         remove_names(folder, [name for name in MARKS if name in before])
+    tried = 0
     try:
         _copy_files(source, folder, shards)
-        for mark in MARKS:  # in this order: the first one makes it a checkpoint
-            if mark in names:
-                copy_file(join(source, mark), join(folder, mark))
-    except BaseException:
+        for mark in [mark for mark in MARKS if mark in names]:  # in this order: the first one makes it a checkpoint
+            tried += 1
+            copy_file(join(source, mark), join(folder, mark))
+    except BaseException as error:
         if in_the_way:
             remove_folder(folder)
-        else:
+        elif tried == 0 or (tried == 1 and isinstance(error, PermissionError)):
+            # else .metadata may name them, be it only when a request ends that nobody waits for any more
             remove_names(folder, [name for name in sizes_of_files(folder) if name not in before and name in shards])
         raise
     if in_the_way:
