@@ -198,6 +198,24 @@ def test_a_replaced_object_is_noticed_where_the_store_has_no_strong_etags(
         load_file(f"{bucket.url}/x.ckpt")
 
 
+@pytest.mark.usefixtures("impatient", "small_blocks")
+def test_a_file_that_becomes_shorter_while_it_is_read_is_said_to_be_replaced_at_once(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where requests cannot ask for a version, what is missing at the end looks like a connection that broke."""
+    ask = obstore_reader.Source._ask
+    monkeypatch.setattr(obstore_reader.Source, "_ask", lambda source: (*ask(source)[:1], None, *ask(source)[2:]))
+    bucket.put("x.ckpt", serialized(STATE))
+    shorter = serialized(STATE)[:-100]
+
+    def replace(method: str, path: str) -> None:
+        if len(bucket.requests) == 2:
+            bucket.put("x.ckpt", shorter)
+
+    with bucket.refusing(replace), pytest.raises(OSError, match=r"x\.ckpt: it was replaced while it was read"):
+        load_file(f"{bucket.url}/x.ckpt")
+
+
 def test_a_large_pickle_is_read_in_parallel_as_well(small_blocks: None) -> None:
     source = Bytes(serialized({**STATE, "text": random.Random(0).randbytes(2_000_000)}))
     with RangedFile(source) as file:

@@ -201,9 +201,19 @@ class _Named:
     def read_into(self, start: int, view: memoryview) -> None:
         what = f"Reading {len(view)} bytes at {start} of {display(self._location)}"
         try:
-            retrying(what, lambda: self._source.read_into(start, view))
+            retrying(what, lambda: self._read_into(start, view))
         except Exception as error:
             raise _failure("read", self._location, error) from error
+
+    def _read_into(self, start: int, view: memoryview) -> None:
+        try:
+            self._source.read_into(start, view)
+            return
+        except Exception as error:
+            failed = error
+        if is_transient(failed):
+            self._source.check()  # a range of another, shorter version would be tried again for minutes
+        raise failed
 
     def check(self) -> None:
         try:
