@@ -96,11 +96,11 @@ def _map(size: int) -> mmap.mmap:
             " needs. Save synchronously (without `AsyncCheckpointIO`), or let fewer processes share this host."
         ) from error
     if sys.platform == "linux":
-        # Without the first, writing again after a fork, such as that of a data loader's workers, would copy the memory.
-        # Kernels without one of them work as well, only slower.
-        for advice in (_MADV_WIPEONFORK, mmap.MADV_HUGEPAGE):
-            with suppress(OSError):
-                mapping.madvise(advice)
+        # Without this, writing again after a fork, such as that of a data loader's workers, would copy the memory: that
+        # is only slower. No huge pages: to make room for them took four times as long as to touch small ones, and
+        # copies were no faster.
+        with suppress(OSError):
+            mapping.madvise(_MADV_WIPEONFORK)
     return mapping
 
 
