@@ -1,8 +1,10 @@
 """Copies of checkpoints, which `ModelCheckpoint(save_last="link")` makes at URLs."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace, TracebackType
 
 import pytest
 import torch
@@ -187,3 +189,25 @@ def test_a_copy_in_the_background_comes_after_the_save_and_not_at_all_if_that_fa
     queue.submit_removal(a, lambda: done.append("removal"))
     drain()
     assert done == ["save", "copy"]
+
+
+def test_a_copy_that_azure_has_begun_and_never_makes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in: azurite has made a copy when it answers."""
+
+    class Blob:
+        async def __aenter__(self) -> "Blob":
+            return self
+
+        async def __aexit__(self, *raised: type | BaseException | TracebackType | None) -> None:
+            pass
+
+        async def get_blob_properties(self) -> SimpleNamespace:
+            return SimpleNamespace(copy=SimpleNamespace(status="pending", progress="5/10", status_description=None))
+
+    monkeypatch.setattr(copies, "_POLL_S", 0.01)
+    monkeypatch.setattr(copies, "_STANDSTILL_S", 0.1)
+    service = SimpleNamespace(get_blob_client=lambda container, name: Blob())
+    client = SimpleNamespace(split_path=lambda path: (*path.split("/"), None), service_client=service)
+    told = asyncio.run(asyncio.wait_for(copies._outcome(client, "container/x.ckpt"), 30))
+    assert "nothing has been copied" in told
+    assert "5/10" in told

@@ -1,6 +1,7 @@
 """Copies of files that the store makes itself, so that their bytes do not pass through this machine."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ _PARTS_AT_A_TIME = 16
 #: Of what is passed through this machine.
 _PIECE = 16 * 2**20
 _POLL_S = 0.2
+#: After that long without progress a copy that Azure makes has failed.
+_STANDSTILL_S = 180.0
 #: What a server answers to a request that it does not know.
 _UNKNOWN_REQUEST = (405, 501)
 
@@ -110,11 +113,16 @@ async def _copied(fs: Any, path: str, copy: str, size: int) -> str:
 async def _outcome(fs: "AzureBlobFileSystem", copy: str) -> str:
     """Waits until Azure has made a copy, which adlfs only asks for; returns why it has not."""
     container, name, _ = fs.split_path(copy)
+    progress, grown_at = None, time.monotonic()
     async with fs.service_client.get_blob_client(container, name) as client:
         while True:
             state = (await client.get_blob_properties()).copy
             if state.status != "pending":
                 break
+            if state.progress != progress:
+                progress, grown_at = state.progress, time.monotonic()
+            elif time.monotonic() - grown_at > _STANDSTILL_S:
+                return f"nothing has been copied for {_STANDSTILL_S:.0f} s, after {progress} bytes"
             await asyncio.sleep(_POLL_S)
     return "" if state.status in ("success", None) else f"{state.status}: {state.status_description}"
 
