@@ -27,7 +27,9 @@ def nothing_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("path", ["s3:/bucket/x", "/work/s3:/bucket/x", Path("/work/memory:/x"), "run/gs:/bucket/x"])
+@pytest.mark.parametrize(
+    "path", ["s3:/bucket/x", "/folder/s3:/bucket/x", Path("/folder/memory:/x"), "run/gs:/bucket/x"]
+)
 def test_what_was_a_url_and_cannot_be_repaired_is_refused(path: Any) -> None:
     for take in (locate, ModelCheckpoint, OnExceptionCheckpoint, lambda root: Trainer(default_root_dir=root)):
         with pytest.raises(ValueError, match="would be in a local folder called"):

@@ -10,30 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.pytorch import profiled_runs
+from tests.pytorch.profiled_runs import PACKAGES
 from tests.servers import Bucket
 from tests.storage.places import Folder
 
-PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
-
 
 def fit(pl: Any, profiler: Any) -> Any:
-    class Model(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 1)
-
-        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-            return self.layer(batch).sum()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-        def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(torch.ones(7, 2))
-
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(profiler=profiler, max_epochs=1, logger=False, accelerator="cpu", devices=1, **quiet)
-    trainer.fit(Model())
+    trainer = profiled_runs.trainer(pl, profiler, Path.cwd())
+    trainer.fit(profiled_runs.model(pl, lambda: torch.utils.data.DataLoader(torch.ones(7, 2))))
     return trainer
 
 

@@ -97,8 +97,8 @@ def _map(size: int) -> mmap.mmap:
         ) from error
     if sys.platform == "linux":
         # Without this, writing again after a fork, such as that of a data loader's workers, would copy the memory: that
-        # is only slower. No huge pages: to make room for them took four times as long as to touch small ones, and
-        # copies were no faster.
+        # is only slower. No huge pages: where memory is fragmented, to make room for them takes far longer than to
+        # touch small ones, and the first save would wait for that.
         with suppress(OSError):
             mapping.madvise(_MADV_WIPEONFORK)
     return mapping
