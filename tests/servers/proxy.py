@@ -1,6 +1,7 @@
-"""A proxy before an HTTP server, which can refuse, delay, drop and cut short what passes through it."""
+"""A proxy before an HTTP server, which can refuse, delay, drop, change and cut short what passes through it."""
 
 import enum
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,22 +17,31 @@ class Fault(enum.Enum):
     RESET = "the connection is closed instead of an answer"
     CUT = "the connection is closed in the middle of the answer's body"
     LOST = "the server does what it was asked to, and the connection is closed instead of its answer"
+    GARBLED = "the server does what it was asked to, and something else comes instead of its answer"
+    WHOLE = "the answer holds the range that was asked for, and says that it is the whole"
 
 
 #: What happens to the request with a method and a path: a status to answer with, a fault, or None to let it pass.
 Rule = Callable[[str, str], int | Fault | None]
+#: What becomes of the headers of a request, whose names are in lower case: others, or a status to refuse it with.
+Filter = Callable[[dict[str, str]], dict[str, str] | int]
 
-_CODES = {403: "AccessDenied", 404: "NoSuchUpload", 429: "TooManyRequests", 500: "InternalError", 503: "SlowDown"}
+_CODES = {
+    **{400: "InvalidRequest", 403: "AccessDenied", 404: "NoSuchUpload", 405: "MethodNotAllowed"},
+    **{429: "TooManyRequests", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown"},
+}
 
 
 class Proxy(ThreadingHTTPServer):
-    """Passes on what comes, and keeps the method and path of each request."""
+    """Passes on what comes, and keeps the method and path of each request, and its headers."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.target = target
         self.requests: list[tuple[str, str]] = []
+        self.headers: list[dict[str, str]] = []
         self.rule: Rule = pass_all
+        self.filter: Filter = keep_all
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing of clients that go away before they have an answer."""
@@ -46,9 +56,37 @@ class Proxy(ThreadingHTTPServer):
         finally:
             self.rule = pass_all
 
+    @contextmanager
+    def filtering(self, names: Filter) -> Iterator[None]:
+        self.filter = names
+        try:
+            yield
+        finally:
+            self.filter = keep_all
+
 
 def pass_all(method: str, path: str) -> None:
     return None
+
+
+def keep_all(headers: dict[str, str]) -> dict[str, str]:
+    return headers
+
+
+def drop(pattern: str) -> Filter:
+    """Drops the headers whose name ``pattern`` is found in. The server refuses a signature that one of them is in."""
+
+    def without(headers: dict[str, str]) -> dict[str, str] | int:
+        kept = {name: value for name, value in headers.items() if not re.search(pattern, name)}
+        signed = re.search("SignedHeaders=([^,]*)", headers.get("authorization", ""))
+        return kept if signed is None or kept.keys() >= headers.keys() & set(signed[1].split(";")) else 403
+
+    return without
+
+
+def refuse(pattern: str, status: int) -> Filter:
+    """Refuses requests with a header whose name ``pattern`` is found in."""
+    return lambda headers: status if any(re.search(pattern, name) for name in headers) else headers
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -62,7 +100,11 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.requests.append((self.command, self.path))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.server.headers.append(headers)
         outcome = self.server.rule(self.command, self.path)
+        passed = self.server.filter(headers)
+        outcome = passed if isinstance(passed, int) else outcome
         if outcome is Fault.RESET:
             self.close_connection = True
         elif isinstance(outcome, int):
@@ -70,14 +112,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(outcome, [], error.encode())
         else:
             upstream = HTTPConnection(*self.server.target)
-            kept = {name: value for name, value in self.headers.items() if name.lower() != "transfer-encoding"}
-            upstream.request(self.command, self.path, body, {**kept, "Content-Length": str(len(body))})
+            passed.pop("transfer-encoding", None)
+            upstream.request(self.command, self.path, body, {**passed, "content-length": str(len(body))})
             response = upstream.getresponse()
             answer = response.read()
+            if outcome is Fault.GARBLED:
+                answer = b"<html>what?</html>"
+            status = 200 if outcome is Fault.WHOLE else response.status
             if outcome is Fault.LOST:
                 self.close_connection = True
             else:
-                self._answer(response.status, response.getheaders(), answer, cut=outcome is Fault.CUT)
+                self._answer(status, response.getheaders(), answer, cut=outcome is Fault.CUT)
             upstream.close()
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = do_PATCH = handle_request

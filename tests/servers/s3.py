@@ -11,7 +11,7 @@ import boto3
 from moto.server import ThreadedMotoServer
 
 from tests.servers.credentials import SECRET
-from tests.servers.proxy import Rule, proxy_before
+from tests.servers.proxy import Filter, Rule, proxy_before
 
 
 @dataclass
@@ -21,13 +21,14 @@ class Server:
     endpoint: str
     client: Any
     proxy: Any = None
+    key: str = "test"
 
     @property
     def environment(self) -> dict[str, str]:
         """What s3fs and boto read, and nothing of the user's own configuration."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
-            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_ACCESS_KEY_ID": self.key,
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_CONFIG_FILE": "does-not-exist",
@@ -79,6 +80,16 @@ class Bucket:
         """Lets ``rule`` decide what becomes of the requests that come through the endpoint."""
         return self.server.proxy.following(rule)
 
+    def filtering(self, names: Filter) -> AbstractContextManager[None]:
+        """Lets ``names`` decide what becomes of the headers of requests that come through the endpoint."""
+        return self.server.proxy.filtering(names)
+
+    @property
+    def headers(self) -> list[dict[str, str]]:
+        """Those of :attr:`requests`."""
+        asked = zip(self.server.proxy.requests, self.server.proxy.headers, strict=True)
+        return [headers for (_, path), headers in asked if path.startswith(f"/{self.name}")]
+
 
 @contextmanager
 def s3_server() -> Iterator[Server]:
@@ -94,9 +105,9 @@ def s3_server() -> Iterator[Server]:
         moto.stop()
 
 
-def s3_client(endpoint: str) -> Any:
+def s3_client(endpoint: str, key: str = "test") -> Any:
     """A client that is none of those under test."""
     return boto3.client(
         "s3", endpoint_url=endpoint, region_name="us-east-1",
-        aws_access_key_id="test", aws_secret_access_key=SECRET,
+        aws_access_key_id=key, aws_secret_access_key=SECRET,
     )  # fmt: skip

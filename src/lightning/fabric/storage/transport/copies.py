@@ -14,6 +14,7 @@ from lightning.fabric.storage.transport.calls import Call
 from lightning.fabric.storage.transport.fsspec import room_for
 from lightning.fabric.storage.transport.multipart import TOKEN, new_token, part_size
 from lightning.fabric.storage.transport.retry import chain, retrying, retrying_async, status_of
+from lightning.fabric.storage.transport.s3 import begin_upload
 
 if TYPE_CHECKING:
     from adlfs import AzureBlobFileSystem
@@ -139,7 +140,7 @@ async def _copied_in_parts(fs: "S3FileSystem", path: str, copy: str, size: int) 
         what = f"{method} of s3://{copy}"
         return await retrying_async(what, lambda: fs._call_s3(method, **target, **arguments))
 
-    upload = (await ask("create_multipart_upload", Metadata={TOKEN: token}))["UploadId"]
+    upload, is_marked = await begin_upload(fs, token, lambda own: ask("create_multipart_upload", Metadata=own))
 
     async def copy_part(number: int) -> dict[str, Any]:
         start = (number - 1) * part
@@ -156,7 +157,7 @@ async def _copied_in_parts(fs: "S3FileSystem", path: str, copy: str, size: int) 
         try:
             await ask("complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": parts})
         except FileNotFoundError:  # an attempt whose answer was lost may have succeeded
-            if (await ask("head_object"))["Metadata"].get(TOKEN) != token:
+            if not is_marked or (await ask("head_object"))["Metadata"].get(TOKEN) != token:
                 raise
     except BaseException:
         await asyncio.shield(ask("abort_multipart_upload", UploadId=upload))

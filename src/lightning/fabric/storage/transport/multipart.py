@@ -4,6 +4,8 @@ import logging
 import secrets
 from typing import NamedTuple
 
+from fsspec import AbstractFileSystem
+
 from lightning.fabric.storage.location import display
 
 log = logging.getLogger(__name__)
@@ -24,7 +26,8 @@ _MANY_FILES = 256
 _LARGER = 3
 #: The metadata of an object of several parts in which its upload is marked. If the answer to the request that commits
 #: it is lost, and the next attempt is told that there is no such upload, it tells whether the object is that one.
-TOKEN = "lightning_save"
+#: Letters alone: proxies drop the header of a name with an underscore, and Azure knows no hyphens.
+TOKEN = "lightningsave"
 #: How long, in seconds, an interrupted save tries to take back what it has uploaded.
 ABORT_S = 10
 
@@ -89,6 +92,21 @@ def parts_in_flight(part: int, memory: int) -> int:
 def new_token() -> str:
     """What marks the object of one upload, see :data:`TOKEN`."""
     return secrets.token_hex(16)
+
+
+def takes_metadata(fs: AbstractFileSystem) -> bool:
+    """Whether uploads can be marked, as far as is known."""
+    return not getattr(fs, "_refuses_metadata", False)
+
+
+def leave_unmarked(fs: AbstractFileSystem, reason: BaseException) -> None:
+    """Remembers that the store has refused an upload with metadata, and has begun the same one without."""
+    if takes_metadata(fs):
+        fs.__dict__["_refuses_metadata"] = True
+        log.info(
+            f"A store of {type(fs).__name__} takes no metadata ({display(str(reason))}): if the answer to the last"
+            " request of an upload is lost, nothing will tell whether that was committed."
+        )
 
 
 def note_unknown_outcome(error: BaseException) -> None:

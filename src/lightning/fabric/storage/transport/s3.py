@@ -1,7 +1,7 @@
 """Objects of S3 through s3fs: parts go up while the file is still being written."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,13 @@ from lightning.fabric.storage.transport.multipart import (
     TOKEN,
     Parts,
     check_size,
+    leave_unmarked,
     new_token,
     note_unknown_outcome,
     part_size,
     parts_in_flight,
     streamed_part_size,
+    takes_metadata,
     warn_of_unfinished,
 )
 from lightning.fabric.storage.transport.retry import is_transient, retrying_async
@@ -46,6 +48,34 @@ def open_writer(fs: "S3FileSystem", path: str, parts: Parts) -> Iterator[Sink]:
     except BaseException:
         upload.abort()
         raise
+
+
+async def begin_upload(
+    fs: "S3FileSystem", token: str, ask: Callable[[dict[str, str]], Awaitable[dict[str, Any]]]
+) -> tuple[str, bool]:
+    """Begins an upload in parts, marked with ``token`` if the store takes metadata.
+
+    Args:
+        fs: The file system.
+        token: See :data:`~lightning.fabric.storage.transport.multipart.TOKEN`.
+        ask: Sends the request, with the metadata that it is given.
+
+    Returns:
+        The id of the upload, and whether its object will be marked.
+    """
+    own = fs.s3_additional_kwargs.get("Metadata", {})  # for what is given takes the place of that
+    refusal = None
+    if takes_metadata(fs):
+        try:
+            return (await ask({**own, TOKEN: token}))["UploadId"], True
+        except Exception as error:
+            if is_transient(error) or isinstance(error, FileNotFoundError):
+                raise
+            refusal = error
+    answer = await ask(own)
+    if refusal is not None:
+        leave_unmarked(fs, refusal)
+    return answer["UploadId"], False
 
 
 class _Upload:
@@ -82,10 +112,11 @@ class _Upload:
 
     def _send_part(self) -> None:
         if self._creation is None:
-            # in place of what s3fs would add of its own options
-            metadata = {**self._fs.s3_additional_kwargs.get("Metadata", {}), TOKEN: self._token}
-            self._creation = self._call("create_multipart_upload", Metadata=metadata)
-        upload = self._creation.result(idle=self.idle)["UploadId"]
+            begin = begin_upload(
+                self._fs, self._token, lambda own: self._tried("create_multipart_upload", Metadata=own)
+            )
+            self._creation = Call(self._fs, begin)
+        upload, _ = self._creation.result(idle=self.idle)
         number = len(self._etags) + len(self._running) + 1
         while len(self._running) >= parts_in_flight(self._full, self._parts.memory):
             self._await_oldest()
@@ -110,12 +141,12 @@ class _Upload:
         while self._running:
             self._await_oldest()
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(self._etags, 1)]
-        upload = self._creation.result()["UploadId"]
+        upload, is_marked = self._creation.result()
         try:
             self._ask("complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": parts})
         except Exception as error:
             no_such_upload = isinstance(error, FileNotFoundError)
-            if not (no_such_upload and self._is_committed()):
+            if not (no_such_upload and is_marked and self._is_committed()):
                 if no_such_upload or is_transient(error):
                     note_unknown_outcome(error)
                 raise
@@ -127,7 +158,7 @@ class _Upload:
         if self._creation is None:
             return
         try:
-            upload = self._creation.result(ABORT_S)["UploadId"]
+            upload, _ = self._creation.result(ABORT_S)
         except Exception:  # the reason why the save fails: there is nothing to abort
             self._creation.cancel()
             return
@@ -153,10 +184,13 @@ class _Upload:
         return answer
 
     def _call(self, method: str, **arguments: Any) -> Call:
+        return Call(self._fs, self._tried(method, **arguments))
+
+    async def _tried(self, method: str, **arguments: Any) -> dict[str, Any]:
         what = "".join(word.title() for word in method.split("_"))
         if "PartNumber" in arguments:
             what += f" {arguments['PartNumber']}"
-        return Call(self._fs, retrying_async(self._what(what), lambda: self._request(method, **arguments)))
+        return await retrying_async(self._what(what), lambda: self._request(method, **arguments))
 
     async def _request(self, method: str, **arguments: Any) -> dict[str, Any]:
         answer: dict[str, Any] = await self._fs._call_s3(method, **self._object, **arguments)
