@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
+from fsspec import AbstractFileSystem
+
 from lightning.fabric.storage.advice import about_bucket, about_credentials, about_endpoint
 from lightning.fabric.storage.buckets import is_zonal
 from lightning.fabric.storage.location import (
@@ -51,6 +53,7 @@ _LACK_OF_CREDENTIALS = (
     *("DefaultCredentialsError", "RefreshError"),
     *("ClientAuthenticationError", "CredentialUnavailableError"),
 )
+_NO_SUCH_RANGE = 416
 _KINDS_BY_STATUS = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
 
 
@@ -100,9 +103,15 @@ def _writer(location: Location, lean: bool, files: int) -> AbstractContextManage
     parts = multipart.Parts.of(lean, files)
     if is_object_store(fs):
         leave_retries_untold()
+    client = partial(_client_writer, fs, path, lean, parts)
     native = native_store(fs, path)
-    if native is not None:
-        return obstore.open_writer(fs, path, *native, parts)
+    return client() if native is None else obstore.open_writer(fs, path, *native, parts, client)
+
+
+def _client_writer(
+    fs: AbstractFileSystem, path: str, lean: bool, parts: multipart.Parts
+) -> AbstractContextManager[Sink]:
+    """What writes through the client of the store."""
     if is_zonal(fs, path):
         return zonal.open_writer(fs, path)
     if s3.can_write(fs):
@@ -158,7 +167,7 @@ def _opener(location: Location) -> Callable[[], Source]:
 
     def open_object() -> Source:
         try:
-            return obstore_reader.Source(*native) if native is not None else zonal_reader.Source(fs, path)
+            return zonal_reader.Source(fs, path) if native is None else obstore_reader.Source(fs, path, *native)
         except FileNotFoundError as error:
             if kind_of(fs, path) == "directory":
                 raise IsADirectoryError(path) from error
@@ -211,7 +220,7 @@ class _Named:
             return
         except Exception as error:
             failed = error
-        if is_transient(failed):
+        if is_transient(failed) or any(status_of(error) == _NO_SUCH_RANGE for error in chain(failed)):
             self._source.check()  # a range of another, shorter version would be tried again for minutes
         raise failed
 

@@ -98,6 +98,7 @@ class Source:
         #: Whether ranges can be read from many threads at a time.
         self.parallel = isinstance(fs, AsyncFileSystem) and type(fs)._cat_file is not AsyncFileSystem._cat_file
         self._file: Any = None
+        self._info: dict[str, Any] | None = None
         self._whole = _whole_website(fs, path) if "http" in _protocols(fs) else None
         if self._whole is not None:
             self.size = len(self._whole)
@@ -121,6 +122,9 @@ class Source:
             data = self._whole[start : start + len(view)]
         elif self.parallel:
             data = Call(self._fs, self._fs._cat_file(self._path, start=start, end=start + len(view))).result()
+            if len(data) == self.size > len(view):  # it serves no ranges: one answer is kept, for all reads to come
+                self._whole = memoryview(data) if self._whole is None else self._whole
+                data = self._whole[start : start + len(view)]
         else:
             data = _read_whole(self._file, start, len(view))
         if len(data) != len(view):
@@ -133,7 +137,7 @@ class Source:
         Raises:
             OSError: It is not.
         """
-        if self._whole is not None:
+        if self._info is None:
             return
         self._fs.invalidate_cache(self._path)
         self._fs.invalidate_cache(self._fs._parent(self._path))

@@ -6,7 +6,7 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from fsspec import AbstractFileSystem
@@ -16,15 +16,18 @@ from lightning.fabric.storage.transport.multipart import (
     TOKEN,
     Parts,
     check_size,
+    leave_unmarked,
     new_token,
     note_unknown_outcome,
     part_size,
     parts_in_flight,
+    takes_metadata,
     warn_of_unfinished,
 )
-from lightning.fabric.storage.transport.obstore_errors import translated
+from lightning.fabric.storage.transport.obstore_errors import is_unsupported, may_be_for_metadata, translated
 from lightning.fabric.storage.transport.obstore_reader import awaited
-from lightning.fabric.storage.transport.sink import PieceSink
+from lightning.fabric.storage.transport.sink import PieceSink, Sink
+from lightning.fabric.storage.transport.stores import leave_to_client
 from lightning.fabric.storage.transport.threads import start
 
 if TYPE_CHECKING:
@@ -47,7 +50,12 @@ _NEVER_SENT = "Connection refused|failed to lookup"
 
 @contextmanager
 def open_writer(
-    fs: AbstractFileSystem, path: str, store: "ObjectStore", name: str, parts: Parts
+    fs: AbstractFileSystem,
+    path: str,
+    store: "ObjectStore",
+    name: str,
+    parts: Parts,
+    client: Callable[[], AbstractContextManager[Sink]],
 ) -> Iterator[PieceSink]:
     """See :func:`lightning.fabric.storage.transport.open_writer`.
 
@@ -57,8 +65,9 @@ def open_writer(
         store: The bucket.
         name: The object's name in it.
         parts: How it is cut.
+        client: Writes it through the client of the file system, where the store does not know what obstore asks for.
     """
-    upload = _Upload(store, name, f"{type(store).__name__} {path}", parts)
+    upload = _Upload(fs, path, store, name, parts, client)
     upload.wait_for_the_one_before()
     sink = PieceSink(upload)
     upload.expected_size = lambda: sink.announced
@@ -80,23 +89,33 @@ class _Upload:
     closed, and takes the upload back if its context ends with an exception.
 
     Args:
-        store: The bucket.
-        name: The object's name in it.
-        key: What the object is called in :data:`_left_alone`.
-        parts: As for :func:`open_writer`.
+        As for :func:`open_writer`.
     """
 
-    def __init__(self, store: "ObjectStore", name: str, key: str, parts: Parts) -> None:
+    def __init__(
+        self,
+        fs: AbstractFileSystem,
+        path: str,
+        store: "ObjectStore",
+        name: str,
+        parts: Parts,
+        client: Callable[[], AbstractContextManager[Sink]],
+    ) -> None:
         self.expected_size: Callable[[], int]
         self.idle: Callable[[], None]
+        self._fs = fs
+        self._path = path
         self._store = store
         self._name = name
+        self._client = client
         self._pieces: queue.Queue[memoryview | None] = queue.Queue(maxsize=2)
         self._position = 0
         self._part_size = 0
         self._parts = parts
         self._token = new_token()
-        self._key = key
+        self._held: list[memoryview] | None = None
+        self._is_whole = False
+        self._key = f"{type(store).__name__} {path}"  # of `_left_alone`
         self._given_up = threading.Event()
         self._is_closing = threading.Event()
         self._has_begun = threading.Event()
@@ -163,6 +182,46 @@ class _Upload:
 
     def _send(self) -> None:
         self._has_begun.set()
+        self._hold_first_pieces()
+        refusal = None
+        if not self._is_whole and takes_metadata(self._fs):
+            refusal = self._refusal_of_obstore({TOKEN: self._token})
+            if refusal is None:
+                return
+        if refusal is None or may_be_for_metadata(refusal):
+            again = self._refusal_of_obstore({})
+            if again is None:
+                if refusal is not None:
+                    leave_unmarked(self._fs, refusal)
+                return
+            refusal = again
+        if not is_unsupported(refusal):
+            raise refusal
+        self._send_by_client(refusal)
+
+    def _refusal_of_obstore(self, mark: dict[str, str]) -> Exception | None:
+        """Sends all, or says why the store did not take the first request: then nothing is lost yet."""
+        try:
+            self._send_by_obstore(mark)
+        except Exception as error:
+            if self._held is not None and not isinstance(error, _GivenUp):
+                return error
+            if is_unsupported(error):
+                leave_to_client(self._fs, self._path, error)
+                error.args = (f"{error}. The next save there goes through fsspec and not through obstore",)
+            raise
+        return None
+
+    def _hold_first_pieces(self) -> None:
+        """Takes what the first request needs, or all, and keeps it: if the store refuses that one, nothing is lost."""
+        held: list[memoryview] = []
+        size = 0
+        while size < self._part_size and (piece := self._next()) is not None:
+            held.append(piece)
+            size += len(piece)
+        self._held, self._is_whole = held, size < self._part_size
+
+    def _send_by_obstore(self, mark: dict[str, str]) -> None:
         import obstore
 
         failure = None
@@ -170,7 +229,7 @@ class _Upload:
             with obstore.open_writer(
                 self._store,
                 self._name,
-                attributes={TOKEN: self._token},
+                attributes=mark or None,
                 buffer_size=self._part_size,
                 max_concurrency=parts_in_flight(self._part_size, self._parts.memory),
             ) as writer:
@@ -184,7 +243,7 @@ class _Upload:
             reason = translated(error)
             if self._is_in_doubt(reason):
                 # perhaps an attempt succeeded whose answer was lost: then there is no such upload any more
-                if isinstance(reason, FileNotFoundError) and self._is_committed():
+                if not isinstance(reason, ConnectionError) and mark and self._is_committed():
                     return
                 note_unknown_outcome(reason)
             if failure not in (None, error) or "performing DELETE" in str(reason):
@@ -192,17 +251,27 @@ class _Upload:
                 warn_of_unfinished(self._name, reason)
             raise (reason if failure is None else translated(failure)) from error
 
+    def _send_by_client(self, reason: Exception) -> None:
+        with self._client() as sink:
+            sink.expect(self.expected_size())
+            sink.idle = self._check_given_up
+            for piece in self._all_pieces():
+                sink.write(piece)
+            self._is_closing.set()
+        leave_to_client(self._fs, self._path, reason)
+
     def _is_in_doubt(self, reason: Exception) -> bool:
         """Whether the request that would have committed the object may have done so, and failed all the same."""
         text = str(reason)
         if not self._is_closing.is_set() or re.search(_NEVER_SENT, text):
             return False
-        if self._position <= self._part_size:  # one request in all
+        if self._is_whole:  # one request in all
             return isinstance(reason, ConnectionError)
         if "performing DELETE" in text:  # to take the upload back, after a failure that obstore does not tell
             return True
         commits = "performing POST" in text and "uploadId=" in text
-        return commits and isinstance(reason, (ConnectionError, FileNotFoundError))
+        unclear = type(reason) is OSError and "status code" not in text
+        return (commits and isinstance(reason, (ConnectionError, FileNotFoundError))) or unclear
 
     def _is_committed(self) -> bool:
         import obstore
@@ -214,12 +283,23 @@ class _Upload:
         return found.attributes.get(TOKEN) == self._token
 
     def _write_all(self, writer: "WritableFile") -> None:
-        while (piece := self._next()) is not None:
+        for piece in self._all_pieces():
             # a larger piece would start all its parts at once
             for at in range(0, len(piece), self._part_size):
-                if self._given_up.is_set():
-                    raise _GivenUp
+                self._check_given_up()
                 writer.write(piece[at : at + self._part_size])
+
+    def _all_pieces(self) -> Iterator[memoryview]:
+        assert self._held is not None
+        yield from self._held
+        if not self._is_whole:
+            self._held = None
+            while (piece := self._next()) is not None:
+                yield piece
+
+    def _check_given_up(self) -> None:
+        if self._given_up.is_set():
+            raise _GivenUp
 
     def _next(self) -> memoryview | None:
         while not self._given_up.is_set():

@@ -2,22 +2,57 @@
 
 import re
 
-from lightning.fabric.storage.transport.reader import REPLACED
+#: Codes that come with the same statuses, and say nothing of what a store knows.
+_OF_THE_MOMENT = (
+    r"\b(ExpiredToken|InvalidToken|TokenRefreshRequired|RequestExpired|RequestTimeTooSkewed|RequestTimeout)\b"
+)
+#: Statuses of requests that a store does not know, or not as they were sent.
+_UNKNOWN = (400, 405, 411, 415, 501)
+#: Statuses that say nothing of metadata.
+_NOT_FOR_METADATA = (401, 404, 405, 408, 411, 429)
+
+
+def is_unsupported(error: Exception) -> bool:
+    """Whether a store does not know what obstore asks for, or answers in a way that obstore does not take.
+
+    Args:
+        error: As :func:`translated`.
+    """
+    text = str(error)
+    if type(error) is not OSError or re.search(_OF_THE_MOMENT, text):
+        return False
+    status = _status(text)
+    # an answer to HEAD, which has no text, does not tell what is wrong
+    return status is None or (status in _UNKNOWN and not re.search(r"performing HEAD .* 400 Bad Request", text))
+
+
+def may_be_for_metadata(error: Exception) -> bool:
+    """Whether a store may have refused a request for the metadata in it; ``error`` is as :func:`translated`."""
+    status = _status(str(error)) or 0
+    return 400 <= status < 500 and status not in _NOT_FOR_METADATA and not re.search(_OF_THE_MOMENT, str(error))
+
+
+def is_out_of_range(error: Exception) -> bool:
+    """Whether an object has no such bytes; ``error`` is as :func:`translated`."""
+    return _status(str(error)) == 416
+
+
+def _status(text: str) -> int | None:
+    found = re.search(r"status code: (\d+)", text)  # all that an error of a writer has
+    return None if found is None else int(found[1])
 
 
 def translated(error: Exception) -> Exception:
     """The built-in error that says the same, in as many words as it takes."""
     from obstore import exceptions
 
-    if isinstance(error, exceptions.PreconditionError):
-        return OSError(REPLACED)
     if not isinstance(error, (exceptions.BaseError, OSError)):
         return error
     text = _shortened(str(error))
-    status = re.search(r"status code: (\d+)", text)  # all that an error of a writer has
-    if status is not None and status[1] in ("401", "403"):
+    status = _status(text)
+    if status in (401, 403):
         return PermissionError(text)
-    if status is not None and status[1] == "404":
+    if status == 404:
         return FileNotFoundError(text)
     return ConnectionError(text) if "HTTP error" in text else OSError(text)
 

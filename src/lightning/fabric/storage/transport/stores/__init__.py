@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fsspec import AbstractFileSystem
 from lightning_utilities.core.imports import RequirementCache
 
+from lightning.fabric.storage.location import display
 from lightning.fabric.storage.transport.stores.common import NotNative
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ _OBSTORE = RequirementCache(f"obstore>={_MINIMUM}")
 _UNFIT_NAME = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|[\x00-\x1f\x7f]|[\ud800-\udfff]")
 
 #: Stores by the id of their file system, which may be equal to another one; then by bucket and use.
-_stores: dict[int, dict[tuple[str, bool], tuple[Any, "ObjectStore"]]] = {}
+_stores: dict[int, dict[tuple[str, bool], tuple[Any, "ObjectStore | NotNative"]]] = {}
 _told: set[str] = set()
 _forked = False
 
@@ -71,20 +72,45 @@ def native_store(fs: AbstractFileSystem, path: str, reading: bool = False) -> tu
             raise NotNative("obstore knows no names with empty, `.` or `..` segments or control characters")
         return _store(fs, known, bucket, reading), name
     except NotNative as reason:
-        _tell(f"Transfers with {type(fs).__name__} go through fsspec and not through obstore: {reason}.")
+        _tell_of(fs, reason)
         return None
 
 
+def leave_to_client(fs: AbstractFileSystem, path: str, reason: Exception, reading: bool = False) -> None:
+    """Lets what comes for the bucket of ``path`` go through fsspec, for obstore could not do with it what it has to.
+
+    Args:
+        fs: As for :func:`native_store`.
+        path: As for that.
+        reason: What obstore has said.
+        reading: As for that.
+    """
+    bucket = fs.split_path(path)[0]
+    refusal = NotNative(f"what the store of {bucket!r} answers is not what obstore takes ({display(str(reason))})")
+    connection = _translation(_TRANSLATIONS[_name(type(fs))]).connection(fs)
+    _stores_of(fs)[bucket, reading] = connection, refusal
+    _tell_of(fs, refusal)
+
+
 def _store(fs: AbstractFileSystem, known: str, bucket: str, reading: bool) -> "ObjectStore":
-    translation = importlib.import_module(f"{__name__}.{known}")
-    if id(fs) not in _stores:
-        weakref.finalize(fs, _stores.pop, id(fs), None).atexit = False
-    stores = _stores.setdefault(id(fs), {})
+    translation, stores = _translation(known), _stores_of(fs)
     connection, store = stores.get((bucket, reading), (None, None))
     if store is None or connection != translation.connection(fs):
         store = translation.make_store(fs, bucket, reading)
         stores[bucket, reading] = translation.connection(fs), store
+    if isinstance(store, NotNative):
+        raise store
     return store
+
+
+def _stores_of(fs: AbstractFileSystem) -> dict[tuple[str, bool], tuple[Any, "ObjectStore | NotNative"]]:
+    if id(fs) not in _stores:
+        weakref.finalize(fs, _stores.pop, id(fs), None).atexit = False
+    return _stores.setdefault(id(fs), {})
+
+
+def _translation(known: str) -> Any:
+    return importlib.import_module(f"{__name__}.{known}")
 
 
 def _refuse_relatives(fs: AbstractFileSystem) -> None:
@@ -118,7 +144,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_note_fork)
 
 
-def _tell(message: str) -> None:
+def _tell_of(fs: AbstractFileSystem, reason: NotNative) -> None:
+    message = f"Transfers with {type(fs).__name__} go through fsspec and not through obstore: {reason}."
     if message not in _told:
         _told.add(message)
         log.info(message)
