@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import boto3
+import pytest
+from moto.s3.exceptions import InvalidPart
+from moto.s3.models import FakeMultipart
 from moto.server import ThreadedMotoServer
 
 from tests.servers.credentials import SECRET
@@ -103,6 +106,19 @@ def s3_server() -> Iterator[Server]:
             yield Server(f"http://127.0.0.1:{proxy.server_port}", s3_client(f"http://{host}:{port}"), proxy)
     finally:
         moto.stop()
+
+
+def demand_equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has moto complete an upload only if all its parts but the last are of one size, as Cloudflare R2 does."""
+    complete = FakeMultipart.complete
+
+    def check(upload: FakeMultipart, body: Any) -> Any:
+        named = list(body)
+        if len({upload.parts[number].contentsize for number, *_ in named[:-1]}) > 1:
+            raise InvalidPart
+        return complete(upload, iter(named))
+
+    monkeypatch.setattr(FakeMultipart, "complete", check)
 
 
 def s3_client(endpoint: str, key: str = "test") -> Any:

@@ -22,7 +22,7 @@ from s3fs import S3FileSystem
 from lightning.fabric.storage.load import archive
 from lightning.fabric.storage.save import save_file
 from lightning.fabric.storage.transport import fsspec as transport
-from tests.servers import SECRET, USER, Bucket, Fault, Server
+from tests.servers import SECRET, USER, Bucket, Fault, Server, demand_equal_parts
 from tests.servers import azure as azurite
 from tests.servers import hdfs as hadoop
 from tests.servers import seaweedfs as weed
@@ -91,6 +91,7 @@ class TestS3(StorageContract):
     def moto(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> Bucket:
         """As the fixture ``bucket``, but clients stay."""
         enter(server.environment, monkeypatch)
+        demand_equal_parts(monkeypatch)
         return Bucket(server)
 
     @pytest.fixture

@@ -19,6 +19,7 @@ from lightning.fabric.storage import transport
 from lightning.fabric.storage.load import archive, load_file
 from lightning.fabric.storage.save import save_file
 from lightning.fabric.storage.transport import fsspec as fsspec_transport
+from lightning.fabric.storage.transport.multipart import Parts
 from lightning.fabric.storage.transport.sink import Sink
 from tests.servers import Bucket
 from tests.storage.tree import TreeFileSystem
@@ -45,6 +46,7 @@ def names_beside(url: str) -> list[str]:
     return sorted(name.rpartition("/")[2] for name in fs.find(folder))
 
 
+PARTS = Parts.of(MemoryFileSystem(), lean=False, files=1)
 STATE = {"w": torch.arange(100_000, dtype=torch.float32), "step": torch.tensor(3), "text": "x", "empty": torch.empty(0)}
 
 
@@ -217,9 +219,9 @@ def test_azure_gets_more_than_its_clients_blocks_can_hold_as_a_stream(monkeypatc
     piped: list[bytes] = []
     committed: list[Any] = []
     monkeypatch.setattr(fsspec_transport, "_AZURE_PIPE_LIMIT", 10)
-    fsspec_transport._pipe(Client(), "/x", b"0123456789")
+    fsspec_transport._pipe(Client(), "/x", b"0123456789", PARTS)
     assert (piped, committed) == ([b"0123456789"], [])
-    fsspec_transport._pipe(Client(), "/x", b"0123456789a")
+    fsspec_transport._pipe(Client(), "/x", b"0123456789a", PARTS)
     assert committed == [(32 * 2**20, b"0123456789a")]
 
 

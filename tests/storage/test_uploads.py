@@ -16,6 +16,7 @@ import pytest
 import s3fs
 import torch
 from botocore.exceptions import ClientError
+from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning.fabric.storage import records, transport
 from lightning.fabric.storage.load import load_file
@@ -27,7 +28,7 @@ from lightning.fabric.storage.sharded import ShardWriter
 from lightning.fabric.storage.stats import SaveReport, reporting
 from lightning.fabric.storage.transport import multipart, retry
 from lightning.fabric.storage.transport.sink import PieceSink, Sink
-from tests.servers import SECRET, Bucket, Fault
+from tests.servers import SECRET, Bucket, Fault, demand_equal_parts
 
 _MIB = 2**20
 STATE = {"w": torch.arange(100_000, dtype=torch.float32), "step": torch.tensor(3)}
@@ -338,7 +339,7 @@ def test_what_no_object_can_hold_is_refused_before_anything_is_sent(
 def test_a_file_whose_size_was_not_told_has_a_limit_as_well(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    monkeypatch.setattr("lightning.fabric.storage.transport.obstore.MOST_PARTS", 2)
+    monkeypatch.setattr(multipart, "MOST_PARTS", 2)
     monkeypatch.setitem(multipart.LARGEST_OBJECT, "S3", 10 * _MIB)
     with pytest.raises(OSError, match=r"Could not write .*(too large|more than the)"):
         save_file({"text": b"x" * 16 * _MIB}, f"{bucket.url}/x")
@@ -356,9 +357,9 @@ def test_parts_fit_the_limits_of_the_stores_at_any_size(size: int) -> None:
 
 @pytest.mark.parametrize("lean", [False, True])
 def test_the_parts_of_many_files_are_larger_and_no_more_memory_is_on_its_way(lean: bool) -> None:
-    few, many = multipart.Parts.of(lean, files=64), multipart.Parts.of(lean, files=1024)
+    few, many = (multipart.Parts.of(MemoryFileSystem(), lean, files) for files in (64, 1024))
     assert many.smallest == 3 * few.smallest
-    in_flight = [multipart.parts_in_flight(one.smallest, one.memory) for one in (few, many)]
+    in_flight = [multipart.parts_in_flight(one.smallest, one) for one in (few, many)]
     assert in_flight == [8, 2]
     assert many.memory == few.memory >= in_flight[1] * many.smallest
 
@@ -399,17 +400,89 @@ def test_a_shard_of_a_large_job_goes_up_in_larger_parts_of_which_two_are_on_thei
     assert written[0] < 20 * _MIB  # two parts, one that is being filled, and two pieces
 
 
-def test_the_parts_of_a_stream_grow_so_that_their_number_stays_within_the_limits_too(
-    monkeypatch: pytest.MonkeyPatch,
+class Extended(s3fs.S3FileSystem):
+    """A class of somebody else's, which is given streams."""
+
+    protocol = "extended"
+
+
+@pytest.fixture
+def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a few MiB need larger parts than the smallest."""
+    monkeypatch.setattr(multipart, "_PLANNED_PARTS", 4)
+    monkeypatch.setattr(multipart, "SMALLEST_LEAN_PART", 5 * _MIB)
+
+
+def write_piecemeal(url: Any, told: int, size: int = 16 * _MIB) -> None:
+    with transport.open_writer(url, lean=True) as file:
+        file.expect(told)
+        file.write(b"0123")
+        for _ in range(size // _MIB):
+            file.write(bytes(_MIB))
+
+
+@pytest.mark.usefixtures("few_parts")
+@pytest.mark.parametrize("options", [{}, {"fixed_upload_size": True}])
+@pytest.mark.parametrize(("told", "parts"), [(28 * _MIB, 3), (0, 4)])
+@pytest.mark.parametrize("kind", [s3fs.S3FileSystem, Extended])
+def test_all_parts_but_the_last_are_of_one_size(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, kind: type, told: int, parts: int, options: dict[str, Any]
 ) -> None:
-    monkeypatch.undo()
-    position = parts = 0
-    while position < 5 * 2**40:
-        size = multipart.streamed_part_size(position, multipart.SMALLEST_PART)
-        assert size <= 5 * 2**30
-        position, parts = position + size, parts + 1
-    assert parts < 10_000
-    assert multipart.streamed_part_size(30 * 2**30, 32 * _MIB) == 32 * _MIB  # most files have small parts throughout
+    demand_equal_parts(monkeypatch)
+    monkeypatch.setattr(transport, "filesystem", lambda url: (kind(**options), url.removeprefix("s3://")))
+    write_piecemeal(f"{bucket.url}/x", told)
+    assert len(bucket.get("x")) == 16 * _MIB + 4
+    assert {part_of(path) for _, path in bucket.requests} - {""} == {str(part + 1) for part in range(parts)}
+
+
+@pytest.mark.parametrize("kind", [s3fs.S3FileSystem, Extended])
+def test_more_parts_than_a_store_takes_are_an_error_before_they_are_sent(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
+    monkeypatch.setattr(multipart, "MOST_PARTS", 2)
+    monkeypatch.setattr(multipart, "SMALLEST_LEAN_PART", 5 * _MIB)
+    monkeypatch.setattr(transport, "filesystem", lambda url: (kind(), url.removeprefix("s3://")))
+    with pytest.raises(OSError, match=r"More than 2 parts of 5242880 bytes are needed.*Keep such data in tensors"):
+        write_piecemeal(f"{bucket.url}/x", told=0, size=11 * _MIB)
+    assert bucket.names() == []
+    assert bucket.unfinished_uploads() == []
+    assert not any(part_of(path) == "3" for _, path in bucket.requests)
+
+
+@pytest.mark.parametrize("kind", [s3fs.S3FileSystem, Extended])
+def test_parts_have_the_size_that_an_option_of_the_client_says(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
+    fs = kind(default_block_size=6 * _MIB)
+    monkeypatch.setattr(transport, "filesystem", lambda url: (fs, url.removeprefix("s3://")))
+    for lean in (True, False):
+        with transport.open_writer(f"{bucket.url}/{lean}", lean=lean) as file:
+            file.write(bytes(13 * _MIB))
+        sent = [part_of(path) for _, path in bucket.requests if path.startswith(f"/{bucket.name}/{lean}")]
+        assert set(sent) - {""} == {"1", "2", "3"}
+
+
+def test_no_more_requests_for_a_file_are_on_their_way_than_an_option_of_the_client_says(bucket: Bucket) -> None:
+    lock, on_their_way, highest = threading.Lock(), 0, 0
+
+    def hold(method: str, path: str) -> None:
+        nonlocal on_their_way, highest
+        with lock:
+            on_their_way += 1
+            highest = max(highest, on_their_way)
+        time.sleep(0.02)
+        with lock:
+            on_their_way -= 1
+
+    place = locate(f"{bucket.url}/x", {"max_concurrency": 2})
+    bucket.server.client.put_object(Bucket=bucket.name, Key="y", Body=bytes(32 * _MIB))
+    with bucket.refusing(hold):
+        save_file({"w": torch.zeros(6 * _MIB)}, place, place.options)
+        assert highest == 2
+        highest = 0
+        with transport.open_reader(locate(f"{bucket.url}/y", place.options)) as file:
+            assert len(file.read(32 * _MIB)) == 32 * _MIB
+        assert highest == 2
 
 
 class Memory:

@@ -85,6 +85,7 @@ def _content(location: Location) -> str:
 def _copy(path: Path, location: Location) -> None:
     try:
         with open(path, "rb") as file, open_writer(location) as sink:
+            sink.expect(path.stat().st_size)
             shutil.copyfileobj(file, sink, _PIECE)
     except OSError as error:
         _tell(error)

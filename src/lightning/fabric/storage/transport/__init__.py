@@ -5,9 +5,10 @@ goes through the fsspec client of the store.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import IO, cast
 
 from fsspec import AbstractFileSystem
@@ -100,7 +101,7 @@ def _writer(location: Location, lean: bool, files: int) -> AbstractContextManage
     fs, path = filesystem(location)
     if not has_folders(fs) and "/" not in path.strip("/"):
         raise ValueError(f"{display(location)} is a bucket, and not a place in one")
-    parts = multipart.Parts.of(lean, files)
+    parts = multipart.Parts.of(fs, lean, files)
     if is_object_store(fs):
         leave_retries_untold()
     client = partial(_client_writer, fs, path, lean, parts)
@@ -116,7 +117,7 @@ def _client_writer(
         return zonal.open_writer(fs, path)
     if s3.can_write(fs):
         return s3.open_writer(fs, path, parts)
-    return fsspec.open_writer(fs, path, lean)
+    return fsspec.open_writer(fs, path, lean, parts)
 
 
 def open_reader(location: Location) -> IO[bytes]:
@@ -206,6 +207,8 @@ class _Named:
         self._source = source
         self.size = source.size
         self.parallel = source.parallel
+        most = None if isinstance(location, Path) else multipart.requests_at_a_time(filesystem(location)[0])
+        self._room: AbstractContextManager[object] = nullcontext() if most is None else BoundedSemaphore(most)
 
     def read_into(self, start: int, view: memoryview) -> None:
         what = f"Reading {len(view)} bytes at {start} of {display(self._location)}"
@@ -216,7 +219,8 @@ class _Named:
 
     def _read_into(self, start: int, view: memoryview) -> None:
         try:
-            self._source.read_into(start, view)
+            with self._room:
+                self._source.read_into(start, view)
             return
         except Exception as error:
             failed = error

@@ -1,6 +1,7 @@
 """Copies of files that the store makes itself, so that their bytes do not pass through this machine."""
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,8 @@ def copy_file(source: Location, target: Location) -> None:
             raise OSError(f"{display(target)} is no whole copy of {display(source)}, and must not be used: {problem}")
         return
     with open_reader(source) as file, open_writer(target) as copy:
+        copy.expect(file.seek(0, os.SEEK_END))
+        file.seek(0)
         while piece := file.read(_PIECE):
             copy.write(piece)
 

@@ -6,13 +6,12 @@ import io
 import logging
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
-from typing_extensions import override
 
 from lightning.fabric.storage.location import display, has_folders, info_of, is_object_store, kind_of, names_inside
 from lightning.fabric.storage.namespace import move
@@ -37,9 +36,9 @@ _IDENTITY = (
 
 
 @contextmanager
-def open_writer(fs: AbstractFileSystem, path: str, lean: bool) -> Iterator[Sink]:
-    """See :func:`lightning.fabric.storage.transport.open_writer`."""
-    clients = _clients(fs) & {"s3fs", "gcsfs", "adlfs"}
+def open_writer(fs: AbstractFileSystem, path: str, lean: bool, parts: multipart.Parts) -> Iterator[Sink]:
+    """See :func:`lightning.fabric.storage.transport.open_writer`, and the one of obstore for ``parts``."""
+    clients = multipart.clients_of(fs) & {"s3fs", "gcsfs", "adlfs"}
     if clients and not is_object_store(fs):
         raise ImportError(f"This release of {clients.pop()} is too old to save checkpoints with: upgrade it with pip")
     if not is_object_store(fs):
@@ -61,13 +60,16 @@ def open_writer(fs: AbstractFileSystem, path: str, lean: bool) -> Iterator[Sink]
                 _clean_up(fs, temporary)
                 raise
     elif lean and clients:  # others cannot take back what a stream has written
-        with _stream(fs, path, multipart.SMALLEST_LEAN_PART) as file:
-            yield _GrowingParts(file)
+        with _stream(fs, path, parts.smallest) as file:
+            sized = _EqualParts(file)
+            sink = Sink(sized)
+            sized.expected_size = lambda: sink.announced
+            yield sink
     else:
         buffer = io.BytesIO()
         yield Sink(buffer)
         with room_for(fs, path):
-            _pipe(fs, path, buffer.getvalue())  # getvalue() shares the memory, it does not copy
+            _pipe(fs, path, buffer.getvalue(), parts)  # getvalue() shares the memory, it does not copy
 
 
 #: Files that are being read, with their file system and who reads. The collector would have one closed that nobody else
@@ -190,12 +192,12 @@ def _protocols(fs: AbstractFileSystem) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
 
-def _pipe(fs: AbstractFileSystem, path: str, data: bytes) -> None:
+def _pipe(fs: AbstractFileSystem, path: str, data: bytes, parts: multipart.Parts) -> None:
     """Stores ``data`` with as many parts at a time as the file system sees fit."""
-    size = multipart.part_size(len(data), multipart.SMALLEST_PART)
+    size = multipart.part_size(len(data), parts.smallest)
     pipe_file = getattr(fs, "_pipe_file", fs.pipe_file)
     sized = {"chunksize": size} if "chunksize" in inspect.signature(pipe_file).parameters else {}
-    if "adlfs" in _clients(fs) and (len(data) > _AZURE_PIPE_LIMIT or _confuses_adlfs(fs, path)):
+    if "adlfs" in multipart.clients_of(fs) and (len(data) > _AZURE_PIPE_LIMIT or _confuses_adlfs(fs, path)):
         with _stream(fs, path, size) as file:
             file.write(data)
     elif isinstance(fs, AsyncFileSystem):
@@ -209,13 +211,23 @@ def _pipe(fs: AbstractFileSystem, path: str, data: bytes) -> None:
         retrying(f"The upload of {path!r}", lambda: fs.pipe_file(path, data, **sized))
 
 
-class _GrowingParts(Sink):
-    """Sets the size of the next part before each write; an fsspec file sends one as soon as it is full."""
+class _EqualParts:
+    """Ends a write where a part is full: an fsspec file sends all that it has been given by then as one."""
 
-    @override
-    def write(self, data: Any) -> int:
-        self._file.blocksize = multipart.streamed_part_size(self.tell(), multipart.SMALLEST_LEAN_PART)
-        return super().write(data)
+    def __init__(self, file: Any) -> None:
+        self.expected_size: Callable[[], int]
+        self._file = file
+        self._position = 0
+
+    def write(self, piece: memoryview) -> int:
+        if not self._position:
+            self._file.blocksize = multipart.part_size(self.expected_size(), self._file.blocksize)
+        part: int = self._file.blocksize
+        taken = piece[: part - self._position % part]
+        self._position += len(taken)
+        multipart.check_count(self._position, part)
+        self._file.write(taken)
+        return len(taken)
 
 
 def _confuses_adlfs(fs: Any, path: str) -> bool:
@@ -244,11 +256,6 @@ def _stream(fs: AbstractFileSystem, path: str, part: int) -> Iterator[Any]:
         except Exception as error:
             multipart.warn_of_unfinished(path, error)
         raise
-
-
-def _clients(fs: AbstractFileSystem) -> set[str]:
-    """The packages that the file system's class and its bases come from."""
-    return {base.__module__.partition(".")[0] for base in type(fs).__mro__}
 
 
 def _check_size(fs: AbstractFileSystem, path: str, size: int) -> None:

@@ -24,6 +24,10 @@ _PARTS_IN_FLIGHT = 8
 #: only so many requests a second. How much larger the model of benchmarks/scale has told.
 _MANY_FILES = 256
 _LARGER = 3
+#: What a part may be: S3 and GCS refuse smaller ones, Azure larger ones.
+_ALLOWED_PARTS = (5 * _MIB, 4000 * _MIB)
+#: What the clients call the size that their user wants parts to have.
+_OPTIONS_OF_SIZE = {"s3fs": "default_block_size", "gcsfs": "block_size", "adlfs": "blocksize"}
 #: The metadata of an object of several parts in which its upload is marked. If the answer to the request that commits
 #: it is lost, and the next attempt is told that there is no such upload, it tells whether the object is that one.
 #: Letters alone: proxies drop the header of a name with an underscore, and Azure knows no hyphens.
@@ -55,38 +59,62 @@ class Parts(NamedTuple):
     Attributes:
         smallest: Their size in bytes, unless the object needs larger ones.
         memory: The bytes that may be on their way at a time.
+        most: How many of them may be.
     """
 
     smallest: int
     memory: int
+    most: int = _PARTS_IN_FLIGHT
 
     @classmethod
-    def of(cls, lean: bool, files: int) -> "Parts":
-        """See :func:`lightning.fabric.storage.transport.open_writer`."""
+    def of(cls, fs: AbstractFileSystem, lean: bool, files: int) -> "Parts":
+        """See :func:`lightning.fabric.storage.transport.open_writer`; what the options of ``fs`` say goes first."""
+        options = [_OPTIONS_OF_SIZE[client] for client in clients_of(fs) if client in _OPTIONS_OF_SIZE]
+        wanted = next((fs.storage_options[option] for option in options if fs.storage_options.get(option)), None)
         smallest = SMALLEST_LEAN_PART if lean else SMALLEST_PART
-        return cls(_LARGER * smallest if files >= _MANY_FILES else smallest, _PARTS_IN_FLIGHT * smallest)
+        if wanted is not None:
+            smallest = sorted((*_ALLOWED_PARTS, int(wanted)))[1]
+        most = requests_at_a_time(fs) or _PARTS_IN_FLIGHT
+        memory = most * smallest
+        return cls(smallest * (_LARGER if wanted is None and files >= _MANY_FILES else 1), memory, most)
+
+
+def clients_of(fs: AbstractFileSystem) -> set[str]:
+    """The packages that the file system's class and its bases come from."""
+    return {base.__module__.partition(".")[0] for base in type(fs).__mro__}
+
+
+def requests_at_a_time(fs: AbstractFileSystem) -> int | None:
+    """How many requests for one file may be on their way at a time, if an option of ``fs`` says so."""
+    most: int | None = fs.storage_options.get("max_concurrency")
+    return most
 
 
 def part_size(size: int, smallest: int) -> int:
     """The size of the parts, in bytes and a multiple of 1 MiB, in which an object of ``size`` bytes is uploaded.
 
     It is ``smallest`` unless there would be too many: any object that S3 and GCS can hold stays under their limit of
-    10,000 parts.
+    10,000 parts. All parts but the last have it, for there are stores that take no others (Cloudflare R2).
     """
     return max(smallest, -(-size // (_PLANNED_PARTS * _MIB)) * _MIB)
 
 
-def streamed_part_size(position: int, smallest: int) -> int:
-    """The size of the part that starts at byte ``position`` of an object whose size is known only at its end.
+def check_count(end: int, part: int) -> None:
+    """Refuses bytes up to ``end`` of an object in parts of ``part`` bytes, before the store does at its completion.
 
-    It starts small and grows with what has been sent, so that 5 TiB fit into 10,000 parts here too.
+    Raises:
+        ValueError: There are too many parts: the size of what is written was not told, or too small.
     """
-    return part_size(8 * position, smallest)
+    if end > MOST_PARTS * part:
+        raise ValueError(
+            f"More than {MOST_PARTS} parts of {part} bytes are needed: what is saved beside tensors is too large. Keep"
+            " such data in tensors."
+        )
 
 
-def parts_in_flight(part: int, memory: int) -> int:
+def parts_in_flight(part: int, parts: Parts) -> int:
     """How many parts of ``part`` bytes are on their way at a time: the larger they are the fewer, to bound memory."""
-    return max(2, min(_PARTS_IN_FLIGHT, memory // part))
+    return min(parts.most, max(2, parts.memory // part))
 
 
 def new_token() -> str:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from fsspec import AbstractFileSystem
 
 from lightning.fabric.storage.transport.multipart import (
-    MOST_PARTS,
     TOKEN,
     Parts,
+    check_count,
     check_size,
     leave_unmarked,
     new_token,
@@ -124,11 +124,7 @@ class _Upload:
     def write(self, piece: memoryview) -> None:
         self._start_once()
         self._position += len(piece)
-        if self._position > MOST_PARTS * self._part_size:
-            raise ValueError(
-                f"More than {MOST_PARTS} parts of {self._part_size} bytes are needed: what is saved beside tensors is"
-                " too large. Keep such data in tensors."
-            )
+        check_count(self._position, self._part_size)
         self._put(piece)
 
     def finish(self) -> None:
@@ -231,7 +227,7 @@ class _Upload:
                 self._name,
                 attributes=mark or None,
                 buffer_size=self._part_size,
-                max_concurrency=parts_in_flight(self._part_size, self._parts.memory),
+                max_concurrency=parts_in_flight(self._part_size, self._parts),
             ) as writer:
                 try:
                     self._write_all(writer)

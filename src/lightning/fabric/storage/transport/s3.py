@@ -13,13 +13,13 @@ from lightning.fabric.storage.transport.multipart import (
     ABORT_S,
     TOKEN,
     Parts,
+    check_count,
     check_size,
     leave_unmarked,
     new_token,
     note_unknown_outcome,
     part_size,
     parts_in_flight,
-    streamed_part_size,
     takes_metadata,
     warn_of_unfinished,
 )
@@ -93,20 +93,19 @@ class _Upload:
         self._position = 0
         self._part = bytearray()
         self._parts = parts
-        self._full = 0  # bytes at which the part is complete
+        self._part_size = 0
         self._running: deque[Call] = deque()
-        self._etags: list[str] = []
+        self._sent: list[dict[str, Any]] = []
 
     def write(self, piece: memoryview) -> int:
-        if not self._full:
-            size = max(self.expected_size(), self._position)
-            check_size("S3", size)
-            planned = part_size(size, self._parts.smallest)
-            self._full = max(planned, streamed_part_size(self._position, self._parts.smallest))
-        taken = piece[: self._full - len(self._part)]
-        self._part += taken
+        if not self._part_size:  # not earlier: only now have all storages been announced
+            check_size("S3", self.expected_size())
+            self._part_size = part_size(self.expected_size(), self._parts.smallest)
+        taken = piece[: self._part_size - len(self._part)]
         self._position += len(taken)
-        if len(self._part) == self._full:
+        check_count(self._position, self._part_size)
+        self._part += taken
+        if len(self._part) == self._part_size:
             self._send_part()
         return len(taken)
 
@@ -117,15 +116,16 @@ class _Upload:
             )
             self._creation = Call(self._fs, begin)
         upload, _ = self._creation.result(idle=self.idle)
-        number = len(self._etags) + len(self._running) + 1
-        while len(self._running) >= parts_in_flight(self._full, self._parts.memory):
+        number = len(self._sent) + len(self._running) + 1
+        while len(self._running) >= parts_in_flight(self._part_size, self._parts):
             self._await_oldest()
         self._running.append(self._call("upload_part", PartNumber=number, UploadId=upload, Body=self._part))
         self._part = bytearray()
-        self._full = 0
 
     def _await_oldest(self) -> None:
-        self._etags.append(self._running[0].result(idle=self.idle)["ETag"])
+        answer = self._running[0].result(idle=self.idle)
+        told = {name: value for name, value in answer.items() if name == "ETag" or name.startswith("Checksum")}
+        self._sent.append({"PartNumber": len(self._sent) + 1, **told})
         self._running.popleft()
 
     def finish(self) -> None:
@@ -140,10 +140,9 @@ class _Upload:
             self._send_part()
         while self._running:
             self._await_oldest()
-        parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(self._etags, 1)]
         upload, is_marked = self._creation.result()
         try:
-            self._ask("complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": parts})
+            self._ask("complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": self._sent})
         except Exception as error:
             no_such_upload = isinstance(error, FileNotFoundError)
             if not (no_such_upload and is_marked and self._is_committed()):

@@ -22,7 +22,7 @@ _OPTIONS = {
     *("blocksize", "default_fill_cache", "default_cache_type", "assume_container_exists", "max_concurrency"),
     "socket_timeout",
 }
-_OPTIONS_IF_UNSET = {"asynchronous", "version_aware", "request_session", "timeout"}
+_OPTIONS_IF_UNSET = {"asynchronous", "version_aware", "request_session", "timeout", "batch_size"}
 #: Variables that only a value of the store's own can override, and the key of that.
 _VARIABLES = {
     "AZURE_STORAGE_ENCRYPTION_KEY": "encryption_key",

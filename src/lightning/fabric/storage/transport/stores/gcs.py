@@ -20,7 +20,7 @@ _OPTIONS = {
     *("finalize_on_close", "mrd_pool_cache_size", "max_mrd_pool_cache_queue_size", "memmove_max_workers"),
     *("retry_timeout", "retry_initial", "retry_maximum", "retry_multiplier"),
 }
-_OPTIONS_IF_UNSET = {"asynchronous", "version_aware", "timeout", "requests_timeout"}
+_OPTIONS_IF_UNSET = {"asynchronous", "version_aware", "timeout", "requests_timeout", "batch_size"}
 #: Variables that only a value of the store's own can override, and the key of that.
 _VARIABLES = {
     "GOOGLE_SERVICE_ACCOUNT": "service_account",

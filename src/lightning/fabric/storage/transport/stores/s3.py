@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 #: Whoever sets this one wants checksums, or has to send them, as to a bucket with Object Lock. The client's default is
 #: the same, but says nothing about that.
 _CHECKSUMS = "request_checksum_calculation"
+#: How many connections botocore keeps by default. Who sets fewer means a limit, which obstore has not.
+_CONNECTIONS = 10
 #: What the client has made of these is asked for below; the others make no difference to transfers without s3fs.
 _OPTIONS = {
     *("anon", "endpoint_url", "key", "secret", "token", "username", "password", "use_ssl", "profile", "cache_regions"),
     *("client_kwargs", "config_kwargs", "s3_additional_kwargs", "requester_pays"),
-    *("default_block_size", "default_fill_cache", "default_cache_type", "max_concurrency"),
+    *("default_block_size", "default_fill_cache", "default_cache_type", "max_concurrency", "fixed_upload_size"),
 }
-_OPTIONS_IF_UNSET = {"asynchronous", "session", "version_aware", "fixed_upload_size", "local_expiry_check"}
+_OPTIONS_IF_UNSET = {"asynchronous", "session", "version_aware", "local_expiry_check", "batch_size"}
 _CLIENT_OPTIONS = {
     *("region_name", "endpoint_url", "aws_access_key_id", "aws_secret_access_key", "aws_session_token"),
     *("use_ssl", "verify"),
@@ -91,6 +93,8 @@ def make_store(fs: S3FileSystem, bucket: str, reading: bool) -> "S3Store":
     check_options(fs.s3_additional_kwargs, {*_ENCRYPTION, "RequestPayer"})
     if "when_supported" in (fs.config_kwargs.get(_CHECKSUMS), os.environ.get(f"AWS_{_CHECKSUMS.upper()}")):
         raise NotNative(f"obstore sends no checksums of bodies, which the option `{_CHECKSUMS}` asks for")
+    if (fs.config_kwargs.get("max_pool_connections") or _CONNECTIONS) < _CONNECTIONS:
+        raise NotNative("obstore has no limit as the option `max_pool_connections`")
     try:
         target = sync(fs.loop, _resolve, fs, bucket)
         config = _config(fs, bucket, target)
