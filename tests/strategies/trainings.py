@@ -57,7 +57,8 @@ class Runs:
         folder = self.folder(**case)
         own = [{**os.environ, **environment} for environment in environments]
         job = {"task": "train", "folder": str(folder), "environments": own}
-        assert [outcome["error"] for outcome in self.forks.run(job)] == [None, None]
+        errors = [outcome["error"] for outcome in self.forks.run(job)]
+        assert errors == [None, None], errors
         return self.ends(folder)
 
     def ends(self, folder: Path) -> Ranks:

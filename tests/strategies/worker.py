@@ -6,7 +6,9 @@ loop counters as they are at the end, in the rank's own shards.
 
 import importlib
 import json
+import pickle
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,13 @@ def plugins(package: Any) -> list[Any]:
     return [importlib.import_module(f"{package.__name__}.plugins").AsyncCheckpointIO()]
 
 
+@dataclass
+class Settings:
+    """A hyperparameter of no plain type: checkpoints with it load with ``weights_only=False`` only."""
+
+    depth: int = 3
+
+
 class Block(nn.Sequential):
     def __init__(self, width: int) -> None:
         super().__init__(nn.Linear(width, width), nn.ReLU())
@@ -67,6 +76,8 @@ class Model(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.batches_seen = 0
+        if CASE.get("settings"):
+            self.save_hyperparameters({"settings": Settings()})
         if CASE["strategy"] != "model_parallel":
             self.net = network()
 
@@ -77,6 +88,11 @@ class Model(L.LightningModule):
     def training_step(self, batch: Any) -> torch.Tensor:
         self.batches_seen += 1
         return self.net(batch[0]).pow(2).mean()
+
+    def validation_step(self, batch: Any) -> None:
+        self.net(batch[0])
+
+    predict_step = test_step = validation_step
 
     def train_dataloader(self) -> Any:
         return torch.utils.data.DataLoader(data(), batch_size=4)
@@ -100,19 +116,22 @@ def shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {"parameters": {n: local(p) for n, p in model.named_parameters()}, "optimizer": state, "groups": groups}
 
 
+def make_trainer(**options: Any) -> Any:
+    return L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy(L.strategies), max_epochs=CASE["epochs"], logger=False,
+        plugins=plugins(L), default_root_dir=RUN, enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+
+
 def with_trainer() -> dict[str, Any]:
     callbacks = importlib.import_module(f"{L.__name__}.callbacks")
     checkpoint = callbacks.ModelCheckpoint(
         dirpath=CASE["url"], filename="{epoch}", save_top_k=-1, save_last=CASE.get("save_last")
     )
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy(L.strategies), max_epochs=CASE["epochs"], logger=False,
-        callbacks=[checkpoint], plugins=plugins(L), default_root_dir=RUN,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = make_trainer(callbacks=[checkpoint])
     model = Model()
-    trainer.fit(model, ckpt_path=CASE.get("resume"))
-    return {
+    trainer.fit(model, ckpt_path=CASE.get("resume"), weights_only=CASE.get("weights_only"))
+    result = {
         **shards(trainer.strategy.model, trainer.optimizers[0]),
         "loops": trainer.fit_loop.state_dict(),
         "counters": (trainer.current_epoch, trainer.global_step),
@@ -120,6 +139,22 @@ def with_trainer() -> dict[str, Any]:
         "batches_seen": model.batches_seen,
         "rank": trainer.global_rank,
     }
+    if CASE.get("evaluate"):
+        result["refused"] = evaluate()
+    return result
+
+
+def evaluate() -> str:
+    """Why the checkpoint was not loaded when nothing but plain types was allowed."""
+    trainer = make_trainer(enable_checkpointing=False)
+    loader = torch.utils.data.DataLoader(data(), batch_size=4)
+    for run in (trainer.validate, trainer.test, trainer.predict):
+        run(Model(), loader, ckpt_path=CASE["resume"], weights_only=False)
+    try:
+        trainer.validate(Model(), loader, ckpt_path=CASE["resume"], weights_only=True)
+    except pickle.UnpicklingError as error:
+        return str(error)
+    return ""
 
 
 def with_fabric() -> dict[str, Any]:
@@ -129,7 +164,7 @@ def with_fabric() -> dict[str, Any]:
     optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.01))
     state = {"model": model, "optimizer": optimizer, "epoch": 0, "note": "fresh"}
     if CASE.get("resume"):
-        rest = fabric.load(CASE["resume"], state)
+        rest = fabric.load(CASE["resume"], state, weights_only=CASE.get("weights_only"))
         assert rest == {}, rest
     batches_seen = 0
     while state["epoch"] < CASE["epochs"]:

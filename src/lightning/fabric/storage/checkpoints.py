@@ -58,11 +58,14 @@ class FoundCheckpoint(os.PathLike[str]):
         location: The place.
         metadata: Of a complete sharded checkpoint; None if that is not what was found.
         is_full: Whether a file was found.
+        weights_only: What the load was asked for, as for :func:`torch.load`. Functions of Lightning's that are given
+            nothing but a path find it here.
     """
 
     location: Location
     metadata: "Metadata | None" = None
     is_full: bool = False
+    weights_only: bool | None = None
 
     def __fspath__(self) -> str:
         return os.fspath(self.location)
@@ -71,7 +74,7 @@ class FoundCheckpoint(os.PathLike[str]):
         return display(self.location)
 
 
-def find_checkpoint(path: _Path) -> FoundCheckpoint:
+def find_checkpoint(path: _Path, weights_only: bool | None = None) -> FoundCheckpoint:
     """Looks what there is to load when all saves on their way have ended; a collective call, in which rank zero looks.
 
     A checkpoint that is replaced afterwards makes the load fail, but not mix the old one and the new one.
@@ -100,8 +103,9 @@ def find_checkpoint(path: _Path) -> FoundCheckpoint:
 
     content, is_full = from_rank_zero(look)  # its bytes, for of a large job the metadata are a million objects
     if content is None:
-        return FoundCheckpoint(location, None, is_full)
-    return FoundCheckpoint(location, own[0] if own else commit.parse_metadata(content, location))
+        return FoundCheckpoint(location, None, is_full, weights_only)
+    metadata = own[0] if own else commit.parse_metadata(content, location)
+    return FoundCheckpoint(location, metadata, weights_only=weights_only)
 
 
 def is_sharded_checkpoint(path: _Path) -> bool:

@@ -190,14 +190,24 @@ def open_checkpoint(location: Location) -> IO[bytes]:
         raise IsADirectoryError(f"{display(location)} is {what}") from error
 
 
+def weights_only_of(path: _Path) -> bool | None:
+    """What the strategy that loads from ``path`` was asked for, if that says so."""
+    weights_only: bool | None = getattr(path, "weights_only", None)
+    return weights_only
+
+
 def archive(path: _Path) -> str | IO[bytes]:
     """What :class:`torch.PyTorchFileReader` reads the checkpoint at ``path`` from, record by record.
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
         IsADirectoryError: There is a folder.
+        pickle.UnpicklingError: There is more than tensors and plain Python types, and :func:`weights_only_of` says that
+            nothing else is to be loaded: whoever reads the records unpickles what comes.
     """
     location = locate(path)
+    if weights_only_of(path) and load_without_tensors(location, weights_only=True) is None:
+        load_file(location, "cpu", weights_only=True)
     file = open_checkpoint(location)
     if isinstance(file, RangedFile):
         file.keep(max(0, file.size - _TAIL), file.size)

@@ -20,17 +20,21 @@ def is_checkpoint_file(path: _Path) -> bool:
     return is_file(locate(path))
 
 
-def load_beside_tensors(path: _Path) -> dict[str, Any]:
-    """Loads a checkpoint file with ``weights_only=True``, but for its weights, of which nothing is read if possible.
+def load_beside_tensors(path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """Loads a checkpoint file, but for its weights, of which nothing is read if possible.
+
+    Args:
+        path: Of the file.
+        weights_only: As for :func:`torch.load`, but None means True.
 
     Raises:
         OSError: The file could not be read.
-        pickle.UnpicklingError: There is more than tensors and plain Python types.
+        pickle.UnpicklingError: There is more than tensors and plain Python types, and nothing else may be loaded.
     """
-    location = locate(path)
-    found = load_without_tensors(location, weights_only=True)
-    loaded: dict[str, Any] = load_file(location, "cpu", weights_only=True) if found is None else found.obj
+    location, weights_only = locate(path), weights_only is not False
+    found = load_without_tensors(location, weights_only)
+    loaded: dict[str, Any] = load_file(location, "cpu", weights_only) if found is None else found.obj
     hparams = loaded.get("hyper_parameters", {})
     if found is not None and any(isinstance(value, torch.Tensor) for value in hparams.values()):
-        loaded = load_file(location, "cpu", weights_only=True)
+        loaded = load_file(location, "cpu", weights_only)
     return loaded
