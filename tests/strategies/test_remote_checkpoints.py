@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from build_backend.distribution import LIGHTNING
+from build_backend.upstream import read_pin
 from tests.servers import Bucket
 from tests.servers.proxy import proxy_before
 from tests.strategies.trainings import Ranks, Runs, differences
@@ -86,6 +88,8 @@ def test_local_folders_go_on_working(runs: Runs, tmp_path: Path, kind: str) -> N
     url = str(tmp_path / "checkpoints")
     case = {"api": "trainer", "strategy": "fsdp", "kind": kind, "package": "lightning", "url": url, "epochs": 2}
     straight = runs.launch(**case)
+    rest = torch.load(f"{url}/epoch=0.ckpt" + ("/meta.pt" if kind == "sharded" else ""))
+    assert rest["pytorch-lightning_version"] == read_pin(LIGHTNING).version  # without our suffix, for stock to load it
     assert_continued(straight, runs.launch(**case, resume=f"{url}/epoch=0.ckpt"))
 
 
