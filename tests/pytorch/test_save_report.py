@@ -111,6 +111,7 @@ def test_the_copy_for_a_link_at_a_url_has_a_row_and_is_no_save(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("lightning.fabric"), "propagate", True)
     caplog.set_level(logging.INFO, stats.__name__)
+    monkeypatch.setattr(stats, "_LONG_S", 0.0)
     profiler = SimpleProfiler()
     root = f"memory://{tmp_path}"
     fit(tmp_path, profiler, callbacks=[ModelCheckpoint(root, save_top_k=-1, save_last="link", filename="{epoch}")])
@@ -122,6 +123,18 @@ def test_the_copy_for_a_link_at_a_url_has_a_row_and_is_no_save(
     }
     saved = [record.getMessage() for record in caplog.records if record.name == stats.__name__]
     assert [line.partition(": ")[0] for line in saved] == [f"Saved {root}/epoch={epoch}.ckpt" for epoch in range(2)]
+
+
+@pytest.mark.parametrize("plugin", [TorchCheckpointIO, AsyncCheckpointIO])
+def test_saves_that_take_but_a_moment_log_no_line(
+    plugin: type[CheckpointIO], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning.fabric"), "propagate", True)
+    monkeypatch.setattr(stats, "_LONG_S", 60.0)
+    caplog.set_level(logging.INFO, "lightning.fabric.storage")
+    fit(tmp_path, plugins=[plugin()])
+    assert len(list(tmp_path.glob("*.ckpt"))) == 2
+    assert [record.getMessage() for record in caplog.records if "fabric.storage" in record.name] == []
 
 
 @pytest.mark.parametrize("extended", [True, False])
@@ -227,6 +240,7 @@ def fit_in(stream: TextIO, root: Path, during_saves: Callable[[], object] = lamb
     with pytest.MonkeyPatch.context() as patched:  # here and not in a fixture: pytest sets it anew for each test
         patched.setattr(sys, "stdout", stream)
         patched.setattr(os, "fsync", slow_fsync)
+        patched.setattr(stats, "_LONG_S", 0.0)
         logging.getLogger(stats.__name__).addHandler(handler)
         try:
             return fit(root, **options)

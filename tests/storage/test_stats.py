@@ -48,6 +48,7 @@ def heard() -> Iterator[Heard]:
 def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     monkeypatch.setattr(logging.getLogger("lightning.fabric"), "propagate", True)
     caplog.set_level(logging.INFO, "lightning.fabric.storage.stats")
+    monkeypatch.setattr(stats, "_LONG_S", 0.0)
 
     def lines() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.name == stats.__name__]
@@ -68,7 +69,8 @@ def test_a_file_that_is_saved_has_its_stages_its_size_and_one_line(
     assert heard.events == [("begin", "upload"), ("end", "upload"), ("begin", "commit"), ("end", "commit")]
     (line,) = logged()
     assert line.startswith(f"Saved {path}: {path.stat().st_size / 2**20:.1f} MiB, training stalled for ")
-    assert line.endswith(" MiB/s, 0 retries")
+    assert line.endswith(" MiB/s")
+    assert "background" not in line
 
 
 def test_a_save_that_fails_ends_its_stages_and_is_not_reported(
@@ -93,10 +95,27 @@ def test_the_line_of_a_background_save_has_what_it_stalled_and_what_it_did_besid
     )
 
 
-@pytest.mark.parametrize(("counted", "words"), [(0, "retries not known"), (2, "at least 2 retries")])
-def test_the_line_does_not_claim_to_know_what_a_client_keeps_to_itself(counted: int, words: str) -> None:
-    report = SaveReport(locate("s3://bucket/x.ckpt"), retries=counted, retries_untold=True)
-    assert report.line().endswith(words)
+def test_the_line_does_not_claim_to_know_what_a_client_keeps_to_itself() -> None:
+    report = SaveReport(locate("s3://bucket/x.ckpt"), retries=2, retries_untold=True)
+    assert report.line().endswith(", at least 2 retries")
+
+
+@pytest.mark.parametrize("untold", [False, True])
+def test_the_line_says_nothing_of_what_there_was_none_of(untold: bool) -> None:
+    report = SaveReport(locate("s3://bucket/x.ckpt"), 2**20, {"upload": 2.0}, retries_untold=untold)
+    assert report.line() == "Saved s3://bucket/x.ckpt: 1.0 MiB, training stalled for 2.00 s, 0 MiB/s"
+
+
+@pytest.mark.parametrize(("stalled", "beside", "level"), [
+    (1.0, 0.0, logging.INFO), (0.0, 1.0, logging.INFO), (0.9, 0.0, logging.DEBUG), (0.1, 0.8, logging.DEBUG)
+])  # fmt: skip
+def test_a_save_that_took_less_than_a_second_in_all_is_logged_for_who_debugs_only(
+    stalled: float, beside: float, level: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning.fabric"), "propagate", True)
+    caplog.set_level(logging.DEBUG, stats.__name__)
+    stats.finished(SaveReport(locate("s3://bucket/x.ckpt"), 1, {"upload": stalled}, {"upload": beside}))
+    assert [record.levelno for record in caplog.records if record.name == stats.__name__] == [level]
 
 
 def test_the_line_shows_no_credentials() -> None:

@@ -248,7 +248,8 @@ def save_many(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
 
 @contextmanager
 def _lines_logged() -> Iterator[list[str]]:
-    """Of saves."""
+    """Of saves, however short they are."""
+    stats._LONG_S = 0.0
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

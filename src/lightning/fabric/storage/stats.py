@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 _MIB = 2**20
 #: The stages in which bytes are on their way to where they are durable.
 _MOVING = ("upload", "commit")
+#: How many seconds a save takes, beside training or not, that is worth a line for who does not debug.
+_LONG_S = 1.0
 
 
 @dataclass(eq=False)
@@ -68,16 +70,15 @@ class SaveReport:
             return self.size + sum(written), self.size + sum(expected)
 
     def line(self) -> str:
-        """The save in one line, without credentials."""
+        """The save in one line, without credentials, and without what was none."""
         moving = sum(seconds.get(stage, 0.0) for seconds in (self.stages, self.background) for stage in _MOVING)
         parts = [f"{self.size / _MIB:.1f} MiB", f"training stalled for {self.stalled:.2f} s"]
-        parts.append(f"{self.seconds_in_background:.2f} s in the background")
+        if self.background:
+            parts.append(f"{self.seconds_in_background:.2f} s in the background")
         if moving > 0:
             parts.append(f"{self.size / _MIB / moving:.0f} MiB/s")
-        if not self.retries_untold:
-            parts.append(f"{self.retries} retries")
-        else:
-            parts.append(f"at least {self.retries} retries" if self.retries else "retries not known")
+        if self.retries:
+            parts.append(f"{'at least ' if self.retries_untold else ''}{self.retries} retries")
         return f"Saved {display(self.location)}: {', '.join(parts)}"
 
 
@@ -229,15 +230,16 @@ def in_flight() -> list[SaveReport]:
 
 def finished(report: SaveReport) -> None:
     """Tells listeners of a save that is durable, and logs it on rank zero. Call it in the training thread, once."""
+    took = report.stalled + report.seconds_in_background
     with ExitStack() as told:
         for listener in list(_listeners):
             told.enter_context(listener.finished(report))
-        _log(report.line())
+        _log(logging.INFO if took >= _LONG_S else logging.DEBUG, report.line())
 
 
 @rank_zero_only
-def _log(line: str) -> None:
-    log.info(line)
+def _log(level: int, line: str) -> None:
+    log.log(level, line)
 
 
 @dataclass
