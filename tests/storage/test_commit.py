@@ -4,17 +4,21 @@ import io
 import logging
 import os
 import pickle
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning.fabric.storage import checkpoints, commit, consolidate, verify
 from lightning.fabric.storage.checksums import records_of
 from lightning.fabric.storage.location import Location, locate
+from lightning.fabric.storage.ranks import failures_of_ranks
 from lightning.fabric.storage.selection import why_incomplete
 from lightning.fabric.storage.transport.sink import Sink
 from tests.servers import Bucket
@@ -307,6 +311,33 @@ def test_whatever_a_value_raises_can_be_sent_to_other_ranks(tmp_path: Path) -> N
         checkpoints.save_sharded({"w": torch.ones(1), "value": Unsavable()}, None, tmp_path)
     sent = pickle.loads(pickle.dumps(raised.value.__cause__))
     assert list(sent.failures) == [0]
+
+
+def failing(reasons: dict[int, Exception]) -> Exception:
+    """What a save raises that has failed on these ranks."""
+    shown = {rank: (reason, traceback.StackSummary()) for rank, reason in reasons.items()}
+    with (
+        pytest.raises((OSError, RuntimeError)) as raised,
+        failures_of_ranks("save", "s3://bucket/x.ckpt", SimpleNamespace(error=None)),
+    ):
+        raise CheckpointException("save", shown)
+    return raised.value
+
+
+def test_what_a_store_tells_each_of_a_thousand_ranks_is_said_once() -> None:
+    error = failing(
+        {rank: PermissionError(f"Could not write x/__5e_{rank}_0.distcp in {rank} ms: no.") for rank in range(1000)}
+    )
+    assert str(error) == (
+        "Could not save the sharded checkpoint s3://bucket/x.ckpt: rank 0, 1, 2, 3 and 996 more: PermissionError: Could"
+        " not write x/__5e_0_0.distcp in 0 ms: no."
+    )
+    assert len(traceback.format_exception(error)) < 10  # and not the tracebacks of all of them
+
+
+def test_each_reason_of_a_rank_is_said() -> None:
+    error = failing({0: OSError("the disk 1 is full"), 1: OSError("the disk 2 is lost"), 2: OSError("the disk 3 is full")})
+    assert str(error).endswith("rank 0 and 2: OSError: the disk 1 is full; rank 1: OSError: the disk 2 is lost.")
 
 
 def test_where_a_file_was_the_checkpoint_is_in_its_place_without_meta_pt(

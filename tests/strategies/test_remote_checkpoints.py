@@ -134,7 +134,11 @@ def test_a_refused_file_fails_the_save_on_every_rank_and_leaves_the_old_checkpoi
     assert result.returncode != 0
     told = reason.format(f"{bucket.url}/epoch=0.ckpt")
     for rank in (0, 1):
-        assert any(told in line for line in result.stderr.splitlines() if line.startswith(f"[rank{rank}]: ")), rank
+        lines = [line for line in result.stderr.splitlines() if line.startswith(f"[rank{rank}]: ")]
+        assert told in lines[-1], rank
+        assert [line for line in lines if "AccessDenied" in line] == lines[-1:]  # the store's word, once
+        assert lines[-1].count("AccessDenied") == 1
+        assert [line for line in lines if "Traceback" in line] == lines[:1]
     assert os.listdir(folder) == ["case.json"]
     assert set(before) <= set(bucket.names())
     assert_continued(straight, runs.train(**case, epochs=2, resume=f"{bucket.url}/epoch=0.ckpt"))

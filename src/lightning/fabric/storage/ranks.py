@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,10 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+#: How many ranks that have failed alike are named in an error.
+_NAMED = 4
+#: What may differ between ranks of which the rest of the message is the same.
+_OWN_WORD = re.compile(r"\S*\d\S*")
 #: How often, in seconds, a rank looks whether another one has failed.
 _LOOK_S = 0.5
 
@@ -108,7 +113,9 @@ def failures_of_ranks(verb: str, location: Location, worker: Any) -> Iterator[No
             raise own from None
         if isinstance(error, CheckpointException):
             failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
-            raise _failure(verb, location, failures) from error
+            # which has the tracebacks of all ranks: they tell something of a fault, and nothing of a store that refuses
+            explained = all(isinstance(failure, (OSError, PeerFailed)) for failure in failures.values())
+            raise _failure(verb, location, failures) from (None if explained else error)
         if own is not None and not isinstance(own, PeerFailed):
             raise own from None
         raise RuntimeError(
@@ -126,14 +133,22 @@ def _own_interruption(error: BaseException) -> BaseException | None:
 
 def _failure(verb: str, location: Location, failures: dict[int, BaseException]) -> Exception:
     reasons = {rank: reason for rank, reason in failures.items() if not isinstance(reason, PeerFailed)} or failures
-    ranks: dict[str, list[str]] = {}
+    alike: dict[str, tuple[str, list[int]]] = {}
     for rank, reason in reasons.items():
-        ranks.setdefault(f"{type(reason).__name__}: {display_about(str(reason), location)}", []).append(str(rank))
-    text = "; ".join(f"rank {' and '.join(those)}: {reason}" for reason, those in ranks.items())
+        text = f"{type(reason).__name__}: {display_about(str(reason), location)}"
+        # each rank has a file, a request and a time of its own, and one of a thousand is enough to know why
+        alike.setdefault(_OWN_WORD.sub("", text), (text, []))[1].append(rank)
+    text = "; ".join(f"{_named(those)}: {reason.rstrip('.')}" for reason, those in alike.values())
     kinds = {_kind(reason) for reason in reasons.values()}
     other = OSError if any(issubclass(kind, OSError) for kind in kinds) else RuntimeError
     kind = kinds.pop() if len(kinds) == 1 else other
-    return kind(f"Could not {verb} the sharded checkpoint {display(location)}: {text}")
+    return kind(f"Could not {verb} the sharded checkpoint {display(location)}: {text}.")
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) <= _NAMED:
+        return f"rank {' and '.join(map(str, ranks))}"
+    return f"rank {', '.join(map(str, ranks[:_NAMED]))} and {len(ranks) - _NAMED} more"
 
 
 def _kind(error: BaseException) -> type[Exception]:

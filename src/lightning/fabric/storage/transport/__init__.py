@@ -92,7 +92,7 @@ def open_writer(location: Location, lean: bool = False, files: int = 1) -> Itera
             raise cause from None
         if not isinstance(cause, Exception):
             raise cause from None  # an interruption, which torch shows as an error of its own
-        raise _failure("write", location, cause) from error
+        raise _failure("write", location, cause) from _unexplained(cause)
 
 
 def _writer(location: Location, lean: bool, files: int) -> AbstractContextManager[Sink]:
@@ -152,7 +152,7 @@ def open_source(location: Location) -> Source:
     except IsADirectoryError as error:
         raise IsADirectoryError(f"{display(location)} is a folder") from error
     except Exception as error:
-        raise _failure("read", location, error) from error
+        raise _failure("read", location, error) from _unexplained(error)
 
 
 def _opener(location: Location) -> Callable[[], Source]:
@@ -183,7 +183,7 @@ def copy_failures_named(location: Location) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _failure("write", location, error) from error
+        raise _failure("write", location, error) from _unexplained(error)
 
 
 @contextmanager
@@ -196,7 +196,7 @@ def questions_named(location: Location) -> Iterator[None]:
     except Exception as error:
         if isinstance(location, Path):
             raise
-        raise _failure("look at", location, error) from error
+        raise _failure("look at", location, error) from _unexplained(error)
 
 
 class _Named:
@@ -215,7 +215,7 @@ class _Named:
         try:
             retrying(what, lambda: self._read_into(start, view))
         except Exception as error:
-            raise _failure("read", self._location, error) from error
+            raise _failure("read", self._location, error) from _unexplained(error)
 
     def _read_into(self, start: int, view: memoryview) -> None:
         try:
@@ -232,7 +232,7 @@ class _Named:
         try:
             self._source.check()
         except Exception as error:
-            raise _failure("read", self._location, error) from error
+            raise _failure("read", self._location, error) from _unexplained(error)
 
     def close(self) -> None:
         self._source.close()
@@ -255,6 +255,14 @@ def _failure(verb: str, location: Location, cause: BaseException) -> OSError:
     failure = kind(f"Could not {verb} {display(location)}: {reason}{end}{_advice(kind, location, cause)}")
     failure.errno = getattr(cause, "errno", None)
     return failure
+
+
+def _unexplained(cause: BaseException) -> BaseException | None:
+    """``cause``, if its traceback says more than its message, which :func:`_failure` repeats.
+
+    What a store or the system refuses does not depend on the lines of code that asked.
+    """
+    return cause if type(cause).__module__ == "builtins" and not isinstance(cause, OSError) else None
 
 
 def _advice(kind: type[OSError], location: Location, cause: BaseException) -> str:
