@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace, TracebackType
 
 import pytest
+import s3fs
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -151,13 +152,48 @@ def test_shards_with_the_names_of_the_old_ones_are_never_taken_for_those(bucket:
     assert read_metadata(f"{bucket.url}/run/last.ckpt")
 
 
-@pytest.mark.parametrize("status", [405, 501])
-def test_a_server_that_knows_no_copies_gets_the_bytes_again(status: int, bucket: Bucket) -> None:
+@pytest.mark.parametrize("status", [400, 404, 405, 501])
+def test_a_server_that_cannot_copy_gets_the_bytes_again(status: int, bucket: Bucket) -> None:
     save_file({"epoch": 1}, f"{bucket.url}/run/x.ckpt")
     copying = iter([status])
     with bucket.refusing(lambda method, path: next(copying, None) if method == "PUT" else None):
         duplicate(f"{bucket.url}/run/x.ckpt", f"{bucket.url}/run/last.ckpt")
     assert load_file(f"{bucket.url}/run/last.ckpt") == {"epoch": 1}
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_is_never_done_with_a_copy_gets_the_bytes_again(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    save_file({"epoch": 1}, f"{bucket.url}/run/x.ckpt")
+
+    def time_out(method: str, path: str) -> int | None:
+        return 503 if "x-amz-copy-source" in bucket.headers[-1] else None
+
+    with bucket.refusing(time_out):
+        duplicate(f"{bucket.url}/run/x.ckpt", f"{bucket.url}/run/last.ckpt")
+    assert load_file(f"{bucket.url}/run/last.ckpt") == {"epoch": 1}
+
+
+def test_a_copy_that_is_not_whole_is_made_again_and_is_an_error_if_that_fails_too(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"epoch": 1}, f"{bucket.url}/run/x.ckpt")
+    monkeypatch.setattr(copies, "_let_copy", lambda fs, path, copy, size: "it stands still")
+    refusing = bucket.refusing(lambda method, path: 403 if method == "PUT" else None)
+    with refusing, pytest.raises(OSError, match=r"last\.ckpt is no whole copy of .*x\.ckpt, .*: it stands still"):
+        duplicate(f"{bucket.url}/run/x.ckpt", f"{bucket.url}/run/last.ckpt")
+    duplicate(f"{bucket.url}/run/x.ckpt", f"{bucket.url}/run/last.ckpt")
+    assert load_file(f"{bucket.url}/run/last.ckpt") == {"epoch": 1}
+
+
+def test_a_copy_that_is_refused_is_no_reason_to_make_a_bucket(bucket: Bucket) -> None:
+    save_file({"epoch": 1}, f"{bucket.url}/run/x.ckpt")
+    refusing = bucket.refusing(lambda method, path: 404 if method in ("PUT", "POST") else None)
+    with refusing, pytest.raises(FileNotFoundError) as raised:
+        duplicate(f"{bucket.url}/run/x.ckpt", f"{bucket.url}/run/last.ckpt")
+    assert "There is no bucket" not in str(raised.value)
 
 
 def test_between_two_stores_and_to_a_local_disk_the_bytes_pass_through(bucket: Bucket, tmp_path: Path) -> None:

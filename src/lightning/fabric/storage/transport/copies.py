@@ -1,6 +1,7 @@
 """Copies of files that the store makes itself, so that their bytes do not pass through this machine."""
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from adlfs import AzureBlobFileSystem
     from s3fs import S3FileSystem
 
+log = logging.getLogger(__name__)
+
 #: S3 copies up to 5 GiB with one request, but many that copy a part each are faster.
 _S3_PART = 256 * 2**20
 _PARTS_AT_A_TIME = 16
@@ -29,15 +32,16 @@ _PIECE = 16 * 2**20
 _POLL_S = 0.2
 #: After that long without progress a copy that Azure makes has failed.
 _STANDSTILL_S = 180.0
-#: What a server answers to a request that it does not know.
-_UNKNOWN_REQUEST = (405, 501)
+#: What a server answers to who may not do what is asked for. Any other failure is one of the copy.
+_REFUSALS = (401, 403)
 
 
 def copy_file(source: Location, target: Location) -> None:
     """Makes the file at ``target`` a copy of another one, whole or not at all. It can be read by whatever reads that.
 
-    Object stores copy by themselves (S3 in parts of 256 MiB or more, 16 at a time). Between two stores, and on file
-    systems that have no such request, such as SFTP, the bytes pass through this machine in pieces.
+    Object stores copy by themselves (S3 in parts of 256 MiB or more, 16 at a time). Between two stores, on file systems
+    that have no such request, such as SFTP, and where the store cannot make the copy, the bytes pass through this
+    machine in pieces.
 
     Raises:
         FileNotFoundError: There is no file at ``source``.
@@ -45,23 +49,35 @@ def copy_file(source: Location, target: Location) -> None:
             replaced when the copy begins.
     """
     copier = _copier(source, target)
+    problem = ""
     if copier is not None:
         with copy_failures_named(target):
             try:
                 problem = copier()
             except Exception as error:
-                if not any(status_of(cause) in _UNKNOWN_REQUEST for cause in chain(error)):
+                if _is_refusal(error):
                     raise
-                copier = None
-    if copier is not None:
-        if problem:
-            raise OSError(f"{display(target)} is no whole copy of {display(source)}, and must not be used: {problem}")
-        return
-    with open_reader(source) as file, open_writer(target) as copy:
-        copy.expect(file.seek(0, os.SEEK_END))
-        file.seek(0)
-        while piece := file.read(_PIECE):
-            copy.write(piece)
+                log.info(f"The bytes of {display(target)} pass through this machine: {display(str(error))}")
+            else:
+                if not problem:
+                    return
+    try:
+        with open_reader(source) as file, open_writer(target) as copy:
+            copy.expect(file.seek(0, os.SEEK_END))
+            file.seek(0)
+            while piece := file.read(_PIECE):
+                copy.write(piece)
+    except Exception as error:
+        if not problem:
+            raise
+        raise OSError(
+            f"{display(target)} is no whole copy of {display(source)}, and must not be used: {problem}"
+        ) from error
+
+
+def _is_refusal(error: BaseException) -> bool:
+    status = next((status for cause in chain(error) if (status := status_of(cause)) is not None), None)
+    return isinstance(error, PermissionError) if status is None else status in _REFUSALS
 
 
 def _copier(source: Location, target: Location) -> Callable[[], str] | None:
