@@ -11,6 +11,7 @@ import s3fs
 from fsspec.registry import _registry
 
 from lightning.fabric.storage.load import load_file
+from lightning.fabric.storage.location import locate, missing
 from lightning.fabric.storage.logs import has_entries, next_version
 from lightning.fabric.storage.save import save_file
 from lightning.fabric.storage.selection import names_in
@@ -77,6 +78,19 @@ def test_a_bucket_of_s3_that_is_missing_is_named(
         do("s3://no-such-bucket/run/x.ckpt", options)
     with pytest.raises(FileNotFoundError, match=r"none\.ckpt$"):  # which is not for want of a bucket
         load(f"{bucket.url}/run/none.ckpt", options)
+
+
+def test_a_bucket_that_nobody_may_ask_for_is_not_said_to_be_missing(bucket: Bucket) -> None:
+    options = {"endpoint_url": bucket.server.endpoint, "key": "test", "secret": SECRET}
+
+    def refuse(method: str, path: str) -> int:
+        return 403 if path.partition("?")[0].rstrip("/") == f"/{bucket.name}" else 404
+
+    with bucket.refusing(refuse), pytest.raises(FileNotFoundError) as raised:
+        save(f"{bucket.url}/run/x.ckpt", options)
+    assert "There is no bucket" not in str(raised.value)
+    with bucket.refusing(refuse):
+        assert "There is no bucket" not in missing(locate(f"{bucket.url}/run/x.ckpt", options))
 
 
 def test_verifying_names_a_bucket_that_is_missing(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

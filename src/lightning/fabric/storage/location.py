@@ -7,7 +7,6 @@ import inspect
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -221,14 +220,26 @@ def is_object_store(fs: AbstractFileSystem) -> bool:
 
 def missing(location: Location) -> str:
     """``location`` for messages about nothing being there, with the reason if there is no such bucket."""
-    if isinstance(location, Path):
+    if isinstance(location, Path) or not lacks_bucket(location):
         return display(location)
-    fs, path = filesystem(location)
-    exists = True
-    if not has_folders(fs) and not str(location).startswith("http"):
-        with suppress(Exception):  # it may be forbidden to ask, and that nothing is there is true anyway
-            exists = fs.exists(path.partition("/")[0])
-    return display(location) if exists else f"{display(location)}. {about_bucket(location)}"
+    return f"{display(location)}. {about_bucket(location)}"
+
+
+def lacks_bucket(url: str) -> bool:
+    """Whether the store says that there is no such bucket as that of ``url``."""
+    fs, path = filesystem(url)
+    if has_folders(fs) or url.startswith("http"):
+        return False
+    bucket = path.partition("/")[0]
+    try:
+        if kind_of(fs, bucket) != "nothing":
+            return False
+        fs.ls(bucket)  # gcsfs says so of an empty one as well, to whom may not ask for it
+    except FileNotFoundError:
+        return True
+    except Exception:  # it may be forbidden to ask, and is of no help to an error about something else
+        return False
+    return False
 
 
 def shares_names(location: Location) -> bool:

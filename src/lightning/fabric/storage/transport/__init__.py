@@ -23,6 +23,7 @@ from lightning.fabric.storage.location import (
     has_folders,
     is_object_store,
     kind_of,
+    lacks_bucket,
 )
 from lightning.fabric.storage.stats import leave_retries_untold, writing
 from lightning.fabric.storage.transport import (
@@ -271,8 +272,8 @@ def _advice(kind: type[OSError], location: Location, cause: BaseException) -> st
         return ""
     if kind is PermissionError or any(type(error).__name__ in _LACK_OF_CREDENTIALS for error in chain(cause)):
         return about_credentials(location)
-    if kind is FileNotFoundError and is_object_store(filesystem(location)[0]):  # a name in a bucket needs no folder
-        return f" {about_bucket(location)}."
+    if kind is FileNotFoundError:
+        return f" {about_bucket(location)}." if lacks_bucket(location) else ""
     if is_transient(cause) and not any(status_of(error) for error in chain(cause)):
         return about_endpoint(location)
     return ""
