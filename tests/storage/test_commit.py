@@ -336,8 +336,8 @@ def test_what_a_store_tells_each_of_a_thousand_ranks_is_said_once() -> None:
 
 
 def test_each_reason_of_a_rank_is_said() -> None:
-    error = failing({0: OSError("the disk 1 is full"), 1: OSError("the disk 2 is lost"), 2: OSError("the disk 3 is full")})
-    assert str(error).endswith("rank 0 and 2: OSError: the disk 1 is full; rank 1: OSError: the disk 2 is lost.")
+    error = failing({0: OSError("disk 1 is full"), 1: OSError("disk 2 is lost"), 2: OSError("disk 3 is full")})
+    assert str(error).endswith("rank 0 and 2: OSError: disk 1 is full; rank 1: OSError: disk 2 is lost.")
 
 
 def test_where_a_file_was_the_checkpoint_is_in_its_place_without_meta_pt(

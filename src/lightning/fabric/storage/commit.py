@@ -23,10 +23,9 @@ import re
 import secrets
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning.fabric.storage.checksums import FileRecords, records_of
 from lightning.fabric.storage.location import Location, display, join, shares_names, sizes_of_files
@@ -35,6 +34,9 @@ from lightning.fabric.storage.pickling import collection_paused
 from lightning.fabric.storage.save import save_file
 from lightning.fabric.storage.transport import open_source, open_writer
 from lightning.fabric.storage.transport.sink import Sink
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import Metadata  # not every build of PyTorch has it
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ def shard_name(save: str, rank: int) -> str:
     return f"__{save}_{rank}_0{SHARD_SUFFIX}"
 
 
-def describe(metadata: Metadata, meta: str | None, files: Mapping[str, FileRecords]) -> None:
+def describe(metadata: "Metadata", meta: str | None, files: Mapping[str, FileRecords]) -> None:
     """Adds to torch's metadata what this module's documentation says.
 
     Args:
@@ -70,7 +72,7 @@ def describe(metadata: Metadata, meta: str | None, files: Mapping[str, FileRecor
     metadata.lightning = {"format": _FORMAT, "meta": meta, "files": described}  # type: ignore[attr-defined]
 
 
-def write_metadata(location: Location, metadata: Metadata) -> None:
+def write_metadata(location: Location, metadata: "Metadata") -> None:
     """Makes what the metadata names the checkpoint at ``location``, at once."""
     with open_writer(join(location, METADATA)) as file, collection_paused():
         summed = _Summed(file)
@@ -94,7 +96,7 @@ class _Summed:
         self._file.write(data)
 
 
-def read_metadata(location: Location) -> tuple[Metadata, bytes]:
+def read_metadata(location: Location) -> "tuple[Metadata, bytes]":
     """Reads ``.metadata``, and looks whether the files that it names are there.
 
     Returns:
@@ -122,7 +124,7 @@ def read_metadata(location: Location) -> tuple[Metadata, bytes]:
             return metadata, content
 
 
-def _check_files(location: Location, metadata: Metadata) -> None:
+def _check_files(location: Location, metadata: "Metadata") -> None:
     try:
         sizes = sizes_of_files(location)
     except PermissionError as error:  # there are roles that may read, but not list
@@ -160,12 +162,20 @@ def _why_there_is_none(location: Location) -> str:
     )
 
 
-def parse_metadata(content: bytes, location: Location) -> Metadata:
+def parse_metadata(content: bytes, location: Location) -> "Metadata":
     """What the content of ``.metadata`` says of the checkpoint at ``location``.
 
     Raises:
         OSError: It is damaged, or of a newer release.
+        ImportError: This PyTorch was built without its distributed package.
     """
+    try:
+        from torch.distributed.checkpoint import Metadata
+    except ImportError as error:
+        raise ImportError(
+            f"{display(location)} is a sharded checkpoint, which takes torch.distributed to read, and this build of"
+            " PyTorch has none: install one that has, or consolidate the checkpoint where there is one"
+        ) from error
     trailer = _TRAILER.search(content, max(0, len(content) - 64))
     pickled = content[: trailer.start()] if trailer else content
     if trailer and int(trailer[1], 16) != zlib.crc32(pickled):
@@ -193,7 +203,7 @@ def is_begun(location: Location) -> bool:
     return any(name in (METADATA, STOCK_META) or name.endswith(SHARD_SUFFIX) for name in sizes_of_files(location))
 
 
-def read_meta(location: Location, metadata: Metadata) -> bytes | None:
+def read_meta(location: Location, metadata: "Metadata") -> bytes | None:
     """What a checkpoint has beside model and optimizer, as ``torch.save`` wrote it, or None.
 
     Raises:
@@ -247,7 +257,7 @@ def write_stock_meta(location: Location, meta: Any) -> None:
         ) from error
 
 
-def clean_up(location: Location, metadata: Metadata) -> None:
+def clean_up(location: Location, metadata: "Metadata") -> None:
     """Removes what earlier saves have left: the shards of the one replaced, and of those that did not end.
 
     The save is complete, so that a failure here is no failure of it.
