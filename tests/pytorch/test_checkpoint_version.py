@@ -1,4 +1,4 @@
-"""The version that a checkpoint says it was written by is that of the release, for stock to load it without a warning."""
+"""The version that a checkpoint says it was written by: that of the release, for stock not to warn of a newer one."""
 
 import importlib
 from pathlib import Path
