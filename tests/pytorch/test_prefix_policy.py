@@ -57,18 +57,18 @@ def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def is_allowed(method: str, target: str) -> bool:
-    """What a policy says that grants objects under `run/`, and ListBucket with that prefix."""
+    """What a policy says that grants `run` and what is under it, and ListBucket with that prefix."""
     parts = urlsplit(target)
     key = unquote(parts.path).lstrip("/").partition("/")[2]
     query = parse_qs(parts.query)
     if key:
-        return key.startswith("run/")
+        return f"{key}/".startswith("run/")
     return method == "GET" and "list-type" in query and query.get("prefix", [""])[0].startswith("run/")
 
 
 @pytest.fixture
 def root(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of the prefix. The test fails if anything else was asked for, also where somebody bears with the refusal."""
+    """The URL of the prefix. The test fails if anything else was asked for, also if the refusal was borne with."""
     monkeypatch.chdir(tmp_path)
     with bucket.refusing(lambda method, path: None if is_allowed(method, path) else 403):
         yield f"{bucket.url}/run"
@@ -158,3 +158,9 @@ def test_fabric_saves_loads_and_logs(root: str, bucket: Bucket) -> None:
     for logger in loggers:
         logger.finalize("success")
     assert {name.split("/")[1] for name in bucket.names()} == {"csv", "fabric", "tensorboard"}
+
+
+def test_a_job_of_slurm_is_resumed(root: str, bucket: Bucket) -> None:
+    trainer = train(root)
+    trainer.save_checkpoint(f"{root}/hpc_ckpt_1.ckpt")
+    assert train(root, 2, "hpc").current_epoch == 2

@@ -138,6 +138,7 @@ def test_a_bucket_in_another_region_is_found_as_the_client_finds_it(records: Rec
     put(native(records, **KEYS, endpoint_url=None, use_ssl=False, config_kwargs={"proxies": {"http": records.url}}))
     assert records.requests[-1].url.startswith("http://bucket.s3.eu-central-1.amazonaws.com/run/")
     assert records.requests[-1].signer == "AKIAOPTION in eu-central-1"
+    assert {request.path for request in records.requests} == {NAME}  # and not the bucket, which a policy may not allow
 
 
 def test_encryption_and_payment_are_asked_for(records: Recorder) -> None:

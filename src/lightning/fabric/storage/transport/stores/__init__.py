@@ -67,10 +67,10 @@ def native_store(fs: AbstractFileSystem, path: str, reading: bool = False) -> tu
         _refuse_without_obstore(known)
         if fs.storage_args:
             raise NotNative("the options of the file system were given without their names")
-        bucket, name, _ = fs.split_path(path)
+        _, name, _ = fs.split_path(path)
         if _UNFIT_NAME.search(name):
             raise NotNative("obstore knows no names with empty, `.` or `..` segments or control characters")
-        return _store(fs, known, bucket, reading), name
+        return _store(fs, known, path, reading), name
     except NotNative as reason:
         _tell_of(fs, reason)
         return None
@@ -92,11 +92,12 @@ def leave_to_client(fs: AbstractFileSystem, path: str, reason: Exception, readin
     _tell_of(fs, refusal)
 
 
-def _store(fs: AbstractFileSystem, known: str, bucket: str, reading: bool) -> "ObjectStore":
+def _store(fs: AbstractFileSystem, known: str, path: str, reading: bool) -> "ObjectStore":
+    bucket, *_ = fs.split_path(path)
     translation, stores = _translation(known), _stores_of(fs)
     connection, store = stores.get((bucket, reading), (None, None))
     if store is None or connection != translation.connection(fs):
-        store = translation.make_store(fs, bucket, reading)
+        store = translation.make_store(fs, path, reading)
         stores[bucket, reading] = translation.connection(fs), store
     if isinstance(store, NotNative):
         raise store

@@ -36,14 +36,15 @@ def connection(fs: AzureBlobFileSystem) -> Any:
     return fs.service_client
 
 
-def make_store(fs: AzureBlobFileSystem, container: str, reading: bool) -> "AzureStore":
-    """The store of ``container``.
+def make_store(fs: AzureBlobFileSystem, path: str, reading: bool) -> "AzureStore":
+    """The store of the container of ``path``.
 
     Raises:
         NotNative: obstore cannot express how ``fs`` is set.
     """
     from obstore.store import AzureStore
 
+    container, *_ = fs.split_path(path)
     check_options(fs.storage_options, _OPTIONS, _OPTIONS_IF_UNSET)
     client = fs.service_client
     if client.location_mode != "primary":

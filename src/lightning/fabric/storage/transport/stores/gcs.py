@@ -34,14 +34,15 @@ def connection(fs: GCSFileSystem) -> Any:
     return fs.credentials.credentials, fs._location
 
 
-def make_store(fs: GCSFileSystem, bucket: str, reading: bool) -> "GCSStore":
-    """The store of ``bucket``.
+def make_store(fs: GCSFileSystem, path: str, reading: bool) -> "GCSStore":
+    """The store of the bucket of ``path``.
 
     Raises:
         NotNative: obstore cannot express how ``fs`` is set, or the bucket is one that gcsfs has a faster way to.
     """
     from obstore.store import GCSStore
 
+    bucket, *_ = fs.split_path(path)
     check_options(fs.storage_options, _OPTIONS, _OPTIONS_IF_UNSET)
     check_options(fs.session_kwargs, {"trust_env"})
     if fs.consistency not in (None, "none"):

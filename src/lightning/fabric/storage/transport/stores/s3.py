@@ -78,8 +78,8 @@ def connection(fs: S3FileSystem) -> Any:
     return fs._s3
 
 
-def make_store(fs: S3FileSystem, bucket: str, reading: bool) -> "S3Store":
-    """The store of ``bucket``.
+def make_store(fs: S3FileSystem, path: str, reading: bool) -> "S3Store":
+    """The store of the bucket of ``path``.
 
     Raises:
         NotNative: obstore cannot express how ``fs`` is set.
@@ -96,7 +96,8 @@ def make_store(fs: S3FileSystem, bucket: str, reading: bool) -> "S3Store":
     if (fs.config_kwargs.get("max_pool_connections") or _CONNECTIONS) < _CONNECTIONS:
         raise NotNative("obstore has no limit as the option `max_pool_connections`")
     try:
-        target = sync(fs.loop, _resolve, fs, bucket)
+        bucket, name, _ = fs.split_path(path)
+        target = sync(fs.loop, _resolve, fs, bucket, name)
         config = _config(fs, bucket, target)
         client_options = _client_options(fs, target, reading)
         credentials = _credentials(target.client, fs.loop) if target.signed else None
@@ -106,7 +107,7 @@ def make_store(fs: S3FileSystem, bucket: str, reading: bool) -> "S3Store":
     return common.build(S3Store, config, client_options, credentials)
 
 
-async def _resolve(fs: S3FileSystem, bucket: str) -> _Target:
+async def _resolve(fs: S3FileSystem, bucket: str, name: str) -> _Target:
     """Asks the client itself, whose answer holds all that is in options, environment and files."""
     await fs.set_session()
     client = await fs.get_s3(bucket)
@@ -114,7 +115,7 @@ async def _resolve(fs: S3FileSystem, bucket: str) -> _Target:
     operation = client.meta.service_model.operation_model("PutObject")
     try:
         if (urlsplit(client.meta.endpoint_url).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn")):
-            await _learn_region(client, bucket)
+            await _learn_region(client, bucket, name)
         url, headers, _ = await client._resolve_endpoint_ruleset(operation, {"Bucket": bucket, "Key": "x"}, context)
     except BotoCoreError as error:
         raise NotNative(f"the client does not reach the bucket ({type(error).__name__})") from error
@@ -125,10 +126,15 @@ async def _resolve(fs: S3FileSystem, bucket: str) -> _Target:
     return _Target(client, url, region, signature != "none")
 
 
-async def _learn_region(client: Any, bucket: str) -> None:
-    """Lets the client find out if the bucket is in another region than the client, which obstore could not follow."""
-    with suppress(ClientError):  # that it may not do this is no matter: the redirection comes first
-        await client.head_bucket(Bucket=bucket)
+async def _learn_region(client: Any, bucket: str, name: str) -> None:
+    """Lets the client find out if the bucket is in another region than the client, which obstore could not follow.
+
+    It asks for the object that is to be read or written, since rights on the bucket itself are not needed else.
+    """
+    with suppress(
+        ClientError
+    ):  # that there is none, or that it may not be read, is no matter: a redirection comes first
+        await client.head_object(Bucket=bucket, Key=name)
 
 
 def _config(fs: S3FileSystem, bucket: str, target: _Target) -> dict[str, Any]:
