@@ -9,10 +9,15 @@ from tests.pytorch.profiled_runs import PACKAGES, SECONDS, loader, model, packag
 
 
 def reported_seconds(report: str, action: str) -> float:
-    """The total time in the action's row of SimpleProfiler's table, or section of AdvancedProfiler's report."""
+    """The total time in the action's row of SimpleProfiler's or PyTorchProfiler's table, or section of the third's."""
     row = re.search(rf"^\|\s*{action}\s*\|([^|]+)\|([^|]+)\|([^|]+)\|", report, re.MULTILINE)
     if row is not None:
         return float(row[3])
+    row = re.search(
+        rf"^\s*\[pl\]\[profile\]{action} .* ([\d.]+)(us|ms|s) +\S+(?:us|ms|s) +\d+ *$", report, re.MULTILINE
+    )
+    if row is not None:
+        return float(row[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[row[2]]
     section = report.partition(f"Profile stats for: {action}")[2].partition("Profile stats for:")[0]
     took = re.search(r"function calls.* in ([\d.]+) seconds", section)
     assert took is not None, f"{action} is not in the report:\n{report}"
