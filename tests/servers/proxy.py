@@ -42,6 +42,8 @@ class Proxy(ThreadingHTTPServer):
         self.headers: list[dict[str, str]] = []
         self.rule: Rule = pass_all
         self.filter: Filter = keep_all
+        #: Ids of keys of AWS that have expired.
+        self.expired: set[str] = set()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing of clients that go away before they have an answer."""
@@ -105,10 +107,13 @@ class _Handler(BaseHTTPRequestHandler):
         outcome = self.server.rule(self.command, self.path)
         passed = self.server.filter(headers)
         outcome = passed if isinstance(passed, int) else outcome
+        has_expired = any(f"Credential={key}/" in headers.get("authorization", "") for key in self.server.expired)
+        outcome = 400 if has_expired else outcome
         if outcome is Fault.RESET:
             self.close_connection = True
         elif isinstance(outcome, int):
-            error = f"<Error><Code>{_CODES[outcome]}</Code><Message>refused</Message></Error>"
+            code = "ExpiredToken" if has_expired else _CODES[outcome]
+            error = f"<Error><Code>{code}</Code><Message>refused</Message></Error>"
             self._answer(outcome, [], error.encode())
         else:
             upstream = HTTPConnection(*self.server.target)

@@ -43,6 +43,18 @@ def about_credentials(url: str) -> str:
     return f" {credentials}." if credentials else ""
 
 
+def about_expiry(url: str, place: str) -> str:
+    """What to do about credentials for ``url`` that are no longer valid, as sentences.
+
+    Args:
+        url: A URL.
+        place: Where they were looked for, if that is known.
+    """
+    if not place:
+        return f" The credentials have expired, or are not valid.{about_credentials(url)}"
+    return f" The credentials have expired, or are not valid. They were looked for in {place}: renew them there."
+
+
 def about_endpoint(url: str) -> str:
     """What tells which server ``url`` is on, as a sentence."""
     return f" Is the server the right one? See {_ENDPOINTS.get(_store(url), 'the host and the port in the URL')}."

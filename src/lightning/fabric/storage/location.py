@@ -19,6 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.utils import get_protocol
 
 from lightning.fabric.storage.advice import about_bucket, about_credentials, about_package
+from lightning.fabric.storage.credentials import keep_current
 
 Location = Path | str
 
@@ -162,6 +163,7 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
         raise ValueError(f"WebHDFS takes {display(url)!r} for another name: use one without `%`")
     for stale in (path, fs._parent(path)):
         fs.invalidate_cache(stale)
+    keep_current(fs)
     return fs, path
 
 

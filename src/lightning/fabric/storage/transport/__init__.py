@@ -13,8 +13,9 @@ from typing import IO, cast
 
 from fsspec import AbstractFileSystem
 
-from lightning.fabric.storage.advice import about_bucket, about_credentials, about_endpoint
+from lightning.fabric.storage.advice import about_bucket, about_credentials, about_endpoint, about_expiry
 from lightning.fabric.storage.buckets import is_zonal
+from lightning.fabric.storage.credentials import keep_current, place_of
 from lightning.fabric.storage.location import (
     Location,
     display,
@@ -37,7 +38,7 @@ from lightning.fabric.storage.transport import (
     zonal_reader,
 )
 from lightning.fabric.storage.transport.reader import RangedFile, Source
-from lightning.fabric.storage.transport.retry import attempts_of, chain, is_transient, retrying, status_of
+from lightning.fabric.storage.transport.retry import attempts_of, chain, have_expired, is_transient, retrying, status_of
 from lightning.fabric.storage.transport.sink import GivenUp, Sink
 from lightning.fabric.storage.transport.stores import native_store
 
@@ -106,6 +107,7 @@ def _writer(location: Location, lean: bool, files: int) -> AbstractContextManage
     if is_object_store(fs):
         leave_retries_untold()
     client = partial(_client_writer, fs, path, lean, parts)
+    keep_current(fs, connect=True)
     native = native_store(fs, path)
     return client() if native is None else obstore.open_writer(fs, path, *native, parts, client)
 
@@ -161,6 +163,7 @@ def _opener(location: Location) -> Callable[[], Source]:
     if isinstance(location, Path):
         return partial(local.Source, location)
     fs, path = filesystem(location)
+    keep_current(fs, connect=True)
     native = native_store(fs, path, reading=True)
     if native is None and not is_zonal(fs, path):
         return partial(fsspec.Source, fs, path)
@@ -241,7 +244,7 @@ class _Named:
 
 def _failure(verb: str, location: Location, cause: BaseException) -> OSError:
     status = next((status for error in chain(cause) if (status := status_of(error)) is not None), 0)
-    by_status = _KINDS_BY_STATUS.get(status, OSError)
+    by_status = PermissionError if have_expired(cause) else _KINDS_BY_STATUS.get(status, OSError)
     kind: type[OSError] = next((kind for kind in _KINDS if isinstance(cause, kind)), by_status)
     reason = display_about(str(cause), location).rstrip(".")
     if not isinstance(cause, OSError) or not reason:
@@ -270,6 +273,8 @@ def _advice(kind: type[OSError], location: Location, cause: BaseException) -> st
     """What to do about it, where the cause is not a passing one, or one of this machine's."""
     if isinstance(location, Path):
         return ""
+    if have_expired(cause):
+        return about_expiry(location, place_of(filesystem(location)[0]))
     if kind is PermissionError or any(type(error).__name__ in _LACK_OF_CREDENTIALS for error in chain(cause)):
         return about_credentials(location)
     if kind is FileNotFoundError:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
@@ -28,6 +29,14 @@ _BROKEN_CONNECTIONS = {
     "fsspec": ("FSTimeoutError",),
     "http": ("IncompleteRead",),
 }
+#: What stores and clients say of credentials that are no longer valid. To HEAD, a store answers with but a status.
+_EXPIRED = re.compile(
+    r"ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|Invalid Credentials|RefreshError"
+    r"|ExpiredAuthenticationToken|InvalidAuthenticationInfo|Signature not valid in the specified time frame"
+    r"|\(400\) when calling the HeadObject|performing HEAD [^\n]* 400 Bad Request"
+)
+#: obstore does not ask for credentials more often than every 0.1 s.
+_RENEWAL_PAUSE_S = 0.2
 
 
 class Retry:
@@ -41,6 +50,7 @@ class Retry:
         self._what = what
         self._started = time.monotonic()
         self._attempts = 0
+        self._renewed = False
 
     def pause_after(self, error: Exception) -> float:
         """The seconds to wait before the next attempt.
@@ -49,6 +59,9 @@ class Retry:
             Exception: ``error``, if there is to be no other attempt, with what :func:`attempts_of` tells.
         """
         self._attempts += 1
+        if not self._renewed and have_expired(error):  # they are read anew before each request
+            self._renewed = True
+            return _RENEWAL_PAUSE_S
         elapsed = time.monotonic() - self._started
         pause = min(_FIRST_PAUSE_S * 2.0 ** (self._attempts - 1), _LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
         if not is_transient(error) or elapsed + pause > DEADLINE_S:
@@ -92,6 +105,11 @@ async def retrying_async(what: str, operation: Callable[[], Awaitable[_T]]) -> _
 def attempts_of(error: BaseException) -> str:
     """What was tried how often before ``error`` was raised, or nothing."""
     return str(getattr(error, "_attempts", ""))
+
+
+def have_expired(error: BaseException) -> bool:
+    """Whether a store has refused credentials that are no longer valid, as far as it tells."""
+    return any(_EXPIRED.search(f"{type(cause).__name__}: {cause}") for cause in chain(error))
 
 
 def is_transient(error: BaseException) -> bool:

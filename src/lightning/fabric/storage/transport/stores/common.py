@@ -153,4 +153,9 @@ def python_certificates() -> str | None:
 
 def recheck_time() -> datetime:
     """When credentials that the client may refresh count as expired for obstore."""
-    return datetime.now(timezone.utc) + _RECHECK
+    return now() + _RECHECK
+
+
+def now() -> datetime:
+    """When credentials count as expired for obstore that are read anew all the time; it asks at most every 0.1 s."""
+    return datetime.now(timezone.utc)

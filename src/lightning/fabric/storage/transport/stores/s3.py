@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ from botocore.httpsession import get_cert_path
 from fsspec.asyn import sync
 from s3fs import S3FileSystem
 
+from lightning.fabric.storage.credentials import is_kept_current
 from lightning.fabric.storage.transport.stores import common
 from lightning.fabric.storage.transport.stores.common import NotNative, check_options
 
@@ -74,8 +76,11 @@ class _Target(NamedTuple):
 
 
 def connection(fs: S3FileSystem) -> Any:
-    """What stores are made from. A file system that connects again needs new ones."""
-    return fs._s3
+    """What stores are made from. A file system that connects again, or has other credentials, needs new ones."""
+    credentials = getattr(getattr(fs._s3, "_request_signer", None), "_credentials", None)
+    if credentials is None or not is_kept_current(credentials):
+        return fs._s3
+    return fs._s3, sync(fs.loop, credentials.get_frozen_credentials)
 
 
 def make_store(fs: S3FileSystem, path: str, reading: bool) -> "S3Store":
@@ -185,7 +190,11 @@ def _credentials(client: Any, loop: asyncio.AbstractEventLoop) -> Callable[[], A
     credentials = client._request_signer._credentials
     if credentials is None:
         raise NotNative("the client has found no credentials")
-    lasting = not isinstance(credentials, RefreshableCredentials)
+    expiry: Callable[[], datetime] | None = None
+    if isinstance(credentials, RefreshableCredentials):
+        expiry = common.recheck_time
+    elif is_kept_current(credentials):
+        expiry = common.now
 
     def provide() -> dict[str, Any]:
         asked = asyncio.run_coroutine_threadsafe(credentials.get_frozen_credentials(), loop)
@@ -194,7 +203,7 @@ def _credentials(client: Any, loop: asyncio.AbstractEventLoop) -> Callable[[], A
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": None if lasting else common.recheck_time(),
+            "expires_at": expiry and expiry(),
         }
 
     return provide
