@@ -1,7 +1,7 @@
 """What :class:`~lightning.pytorch.profilers.AdvancedProfiler` records of actions, which can begin within each other.
 
-Only one ``cProfile.Profile`` can be enabled at a time. So there is one for each way in which actions are nested, and what
-is shown of an action is of all ways that lead through it.
+Only one ``cProfile.Profile`` can be enabled at a time. So there is one for each way in which actions are nested, and
+what is shown of an action is of all ways that lead through it.
 """
 
 import cProfile
