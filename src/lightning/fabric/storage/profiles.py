@@ -1,6 +1,7 @@
 """What profilers write to a folder that may be a URL.
 
-A profile is not worth the training: a store that does not take it is a warning, and training goes on.
+A profile is not worth the training: a store that does not take it is a warning that says where it stays on this
+machine, and training goes on.
 """
 
 import io
@@ -10,8 +11,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from fsspec.implementations.local import LocalFileSystem
 from typing_extensions import override
@@ -20,9 +22,14 @@ from lightning.fabric.storage.location import Location, display, join, locate
 from lightning.fabric.storage.text import open_text
 from lightning.fabric.storage.transport import open_writer
 
+if TYPE_CHECKING:
+    import torch
+
 log = logging.getLogger(__name__)
 
 _PIECE = 16 * 2**20
+#: By folder at a URL, the one for what it did not take.
+_kept: dict[Location, Path] = {}
 
 
 @contextmanager
@@ -40,7 +47,7 @@ def folder_for(dirpath: str | os.PathLike[str]) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="lightning-profile-") as folder:
         yield folder
         for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            _copy(path, join(location, path.relative_to(folder).as_posix()))
+            _copy(path, location, path.relative_to(folder).as_posix())
 
 
 def open_report(dirpath: str | os.PathLike[str], name: str) -> IO[str]:
@@ -51,15 +58,31 @@ def open_report(dirpath: str | os.PathLike[str], name: str) -> IO[str]:
         local.makedirs(str(dirpath), exist_ok=True)
         file: IO[str] = local.open(os.path.join(dirpath, name), "a")
         return file
-    return _Report(join(location, name))
+    return _Report(location, name)
+
+
+def export_stacks(profiler: "torch.profiler.profile", path: str, metric: str) -> None:
+    """Writes the stacks of ``profiler`` to a file, and warns once in a process if it has recorded none."""
+    profiler.export_stacks(path, metric=metric)
+    if os.path.getsize(path) == 0:
+        _warn_of_no_stacks()
+
+
+@cache
+def _warn_of_no_stacks() -> None:
+    log.warning(
+        "PyTorch has recorded no stacks, and their file is empty. It records them with `with_stack=True` and an"
+        " `experimental_config` that has `verbose=True`, which PyTorchProfiler asks for unless it is given one."
+    )
 
 
 class _Report(io.StringIO):
     """Goes to the store when it is closed, after what is there."""
 
-    def __init__(self, location: Location) -> None:
+    def __init__(self, folder: Location, name: str) -> None:
         super().__init__(newline="")
-        self._location = location
+        self._folder = folder
+        self._name = name
 
     @override
     def close(self) -> None:
@@ -68,10 +91,12 @@ class _Report(io.StringIO):
         text = self.getvalue()
         super().close()
         try:
-            with open_text(self._location, "w") as file:  # is written at the end
-                file.write(_content(self._location) + text)
+            location = join(self._folder, self._name)
+            with open_text(location, "w") as file:  # is written at the end
+                file.write(_content(location) + text)
         except OSError as error:
-            _tell(error)
+            with open(_kept_instead(self._folder, error) / self._name, "a", newline="") as kept:
+                kept.write(text)
 
 
 def _content(location: Location) -> str:
@@ -82,14 +107,20 @@ def _content(location: Location) -> str:
         return ""
 
 
-def _copy(path: Path, location: Location) -> None:
+def _copy(path: Path, folder: Location, name: str) -> None:
     try:
-        with open(path, "rb") as file, open_writer(location) as sink:
+        with open(path, "rb") as file, open_writer(join(folder, name)) as sink:
             sink.expect(path.stat().st_size)
             shutil.copyfileobj(file, sink, _PIECE)
     except OSError as error:
-        _tell(error)
+        kept = _kept_instead(folder, error) / name
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, kept)
 
 
-def _tell(error: OSError) -> None:
-    log.warning(f"A profile is lost. {display(str(error))}")
+def _kept_instead(folder: Location, error: OSError) -> Path:
+    """A folder of this machine for what ``folder`` did not take. It is told once, for there may be dozens of files."""
+    if folder not in _kept:
+        _kept[folder] = Path(tempfile.mkdtemp(prefix="lightning-profiles-"))
+        log.warning(f"Profiles for {display(folder)} stay in {_kept[folder]}. {display(str(error))}")
+    return _kept[folder]
