@@ -5,6 +5,7 @@ The numbers of requests are those that ``benchmarks/object_server.py`` has in it
 
 from dataclasses import replace
 
+from fsspec import AbstractFileSystem
 from model import MIB, Release
 
 from lightning.fabric.storage.transport.multipart import Parts, parts_in_flight
@@ -23,8 +24,8 @@ ASYNCHRONOUS = replace(OURS, asynchronous=True, copies=True, pinned=True)
 
 def in_parts_for(release: Release, world: int) -> Release:
     """A release of ours in a job of so many ranks."""
-    parts = Parts.of(lean=True, files=world)
-    return replace(release, part=parts.smallest, in_flight=parts_in_flight(parts.smallest, parts.memory))
+    parts = Parts.of(AbstractFileSystem(), lean=True, files=world)  # a client without options
+    return replace(release, part=parts.smallest, in_flight=parts_in_flight(parts.smallest, parts))
 
 
 def with_constants(release: Release, constants: dict[str, float]) -> Release:

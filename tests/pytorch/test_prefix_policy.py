@@ -13,6 +13,10 @@ from torch.utils.data import DataLoader
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
 from lightning.fabric.loggers import TensorBoardLogger as FabricTensorBoardLogger
+from lightning.fabric.storage.duplicate import duplicate
+from lightning.fabric.storage.location import locate
+from lightning.fabric.storage.namespace import remove
+from lightning.fabric.storage.verify import verify
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.cli import LightningCLI
@@ -21,6 +25,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
 from tests.servers import Bucket
+from tests.storage.test_commit import load, save
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "devices": 1}
 
@@ -164,3 +169,13 @@ def test_a_job_of_slurm_is_resumed(root: str, bucket: Bucket) -> None:
     trainer = train(root)
     trainer.save_checkpoint(f"{root}/hpc_ckpt_1.ckpt")
     assert train(root, 2, "hpc").current_epoch == 2
+
+
+def test_sharded_checkpoints_are_saved_replaced_copied_verified_and_removed(root: str) -> None:
+    place = locate(f"{root}/x.ckpt")
+    save(place, 1.0)
+    save(place, 2.0)
+    duplicate(f"{root}/x.ckpt", f"{root}/last.ckpt")
+    assert load(f"{root}/last.ckpt") == 2.0
+    assert not verify(place).problems
+    remove(place)
