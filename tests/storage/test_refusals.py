@@ -10,9 +10,9 @@ import torch
 
 from lightning.fabric.storage.duplicate import duplicate
 from lightning.fabric.storage.load import load_file
-from lightning.fabric.storage.location import locate
+from lightning.fabric.storage.location import filesystem, locate
 from lightning.fabric.storage.save import save_file
-from lightning.fabric.storage.transport import copies, multipart, open_source, stores
+from lightning.fabric.storage.transport import copies, fsspec, multipart, open_source, stores
 from tests.servers import Bucket, Fault, Rule
 from tests.servers.proxy import Filter, drop, refuse
 from tests.storage.states import serialized
@@ -100,6 +100,15 @@ def test_ranges_that_come_with_the_status_of_a_whole_are_read_through_the_client
         with bucket.refusing(lambda method, path: Fault.WHOLE if method == "GET" else None):
             assert torch.equal(load_file(f"{bucket.url}/x")["w"], state["w"])
     assert len(told()) == (engine == "obstore")
+
+
+def test_a_whole_with_another_checksum_is_an_error(bucket: Bucket) -> None:
+    fs, path = filesystem(f"{bucket.url}/x")
+    bucket.put("x", b"0123456789")
+    source = fsspec.Source(fs, path)
+    garbling = bucket.refusing(lambda method, path: Fault.GARBLED if method == "GET" else None)
+    with garbling, pytest.raises(Exception, match="checksum"):
+        source.read_into(0, memoryview(bytearray(10)))
 
 
 def test_a_store_without_ranges_is_read_whole(bucket: Bucket) -> None:

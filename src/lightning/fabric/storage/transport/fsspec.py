@@ -19,7 +19,7 @@ from lightning.fabric.storage.replacement import is_shard_folder, set_aside, tem
 from lightning.fabric.storage.transport import multipart
 from lightning.fabric.storage.transport.calls import Call
 from lightning.fabric.storage.transport.reader import REPLACED
-from lightning.fabric.storage.transport.retry import retrying, retrying_async, status_of
+from lightning.fabric.storage.transport.retry import chain, retrying, retrying_async, status_of
 from lightning.fabric.storage.transport.sink import Sink
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 _AZURE_PIPE_LIMIT = 45_000 * 4 * 2**20
 #: How much is asked for at once where requests are small.
 _LARGEST_SPAN = 4 * 2**20
+#: What botocore's error about a body is called.
+_WRONG_CHECKSUM = "FlexibleChecksumError"
 #: What an object is, as far as file systems tell: if one of these is another, so is the object.
 _IDENTITY = (
     *("size", "ETag", "etag", "generation", "LastModified", "last_modified", "mtime", "modify", "created"),
@@ -123,7 +125,7 @@ class Source:
         if self._whole is not None:
             data = self._whole[start : start + len(view)]
         elif self.parallel:
-            data = Call(self._fs, self._fs._cat_file(self._path, start=start, end=start + len(view))).result()
+            data = self._range(start, start + len(view))
             if len(data) == self.size > len(view):  # it serves no ranges: one answer is kept, for all reads to come
                 self._whole = memoryview(data) if self._whole is None else self._whole
                 data = self._whole[start : start + len(view)]
@@ -132,6 +134,21 @@ class Source:
         if len(data) != len(view):
             raise ConnectionError(f"{len(data)} bytes came instead of {len(view)}")
         view[:] = data
+
+    def _range(self, start: int, end: int) -> bytes:
+        fs: Any = self._fs
+        data: bytes
+        try:
+            data = Call(fs, fs._cat_file(self._path, start=start, end=end)).result()
+            return data
+        except Exception as error:
+            if end - start == self.size or all(type(cause).__name__ != _WRONG_CHECKSUM for cause in chain(error)):
+                raise
+        # some servers send a range with the checksum of the whole object, which the client compares
+        settings = {**fs.config_kwargs, "response_checksum_validation": "when_required"}
+        self._fs = type(fs)(*fs.storage_args, **{**fs.storage_options, "config_kwargs": settings})
+        data = Call(self._fs, self._fs._cat_file(self._path, start=start, end=end)).result()
+        return data
 
     def check(self) -> None:
         """Looks whether the file is still the one that was opened.
