@@ -161,6 +161,15 @@ def test_a_server_that_cannot_copy_gets_the_bytes_again(status: int, bucket: Buc
     assert load_file(f"{bucket.url}/run/last.ckpt") == {"epoch": 1}
 
 
+def test_a_server_that_copies_no_parts_gets_the_bytes_again(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_S3_PART", 5 * 2**20)
+    save_file({"w": torch.arange(2**20)}, f"{bucket.url}/run/x.ckpt")
+    with bucket.refusing(lambda method, path: 501 if "partNumber" in path else None):
+        duplicate(f"{bucket.url}/run/x.ckpt", f"{bucket.url}/run/last.ckpt")
+    assert bucket.get("run/last.ckpt") == bucket.get("run/x.ckpt")
+    assert bucket.unfinished_uploads() == []
+
+
 @pytest.mark.usefixtures("impatient")
 def test_a_server_that_is_never_done_with_a_copy_gets_the_bytes_again(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
