@@ -8,6 +8,8 @@ WHEELS := build/wheels
 BENCH := build/bench
 AZURITE := build/azurite
 AZURITE_VERSION := 3.35.0
+STORES := build/stores
+S3RVER_VERSION := 3.7.1
 
 # A stamp's name holds a checksum of what the step depends on: a second run takes no time, whatever a checkout did to
 # the files' times, and an interrupted step, which leaves no stamp, is done again.
@@ -15,12 +17,13 @@ checksum = $(firstword $(shell find $(1) -type f ! -name '*.pyc' | LC_ALL=C sort
 TOOLS_STAMP := $(VENV)/tools-$(call checksum,requirements)
 FORK_STAMP := $(VENV)/fork-$(call checksum,requirements src patches build_backend setup.py NOTICE)
 STOCK_STAMPS := $(foreach pins,upstream stock-2.6.4,$(BENCH)/$(pins)/stock-$(call checksum,requirements))
+STORES_STAMP := $(STORES)/installed-$(S3RVER_VERSION)-$(call checksum,requirements/stores.txt)
 PLOT_STAMP := $(BENCH)/plot/plot-$(call checksum,requirements/plot.txt)
 
 # Lightning is a package that is installed, and so are our modules inside it: mypy finds them by name.
 OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' | LC_ALL=C sort)
 
-.PHONY: setup test setup-azure test-azure setup-hdfs test-hdfs lint demo bench bench-files bench-sharded bench-async bench-scale dev clean
+.PHONY: setup test setup-azure test-azure setup-hdfs test-hdfs setup-stores test-stores lint demo bench bench-files bench-sharded bench-async bench-scale dev clean
 .DELETE_ON_ERROR:
 
 setup: $(FORK_STAMP)
@@ -49,6 +52,20 @@ setup-hdfs: setup build/hdfs/installed
 
 build/hdfs/installed: tests/servers/hdfs.py | setup
 	$(BIN)/python -m tests.servers.hdfs
+
+# What `make test` leaves out, for it needs npm, and fetches 100 MB. nginx is tested where it is installed.
+test-stores: setup-stores
+	$(BIN)/python -m pytest -m stores
+
+setup-stores: setup $(STORES_STAMP)
+
+$(STORES_STAMP):
+	@command -v npm || { echo "npm is missing, which installs s3rver: install Node.js" >&2; exit 1; }
+	rm -rf $(STORES)
+	$(PYTHON) -m venv $(STORES)/venv
+	$(STORES)/venv/bin/python -m pip install --quiet --requirement requirements/stores.txt
+	npm install --prefix $(STORES) --no-audit --no-fund --no-package-lock s3rver@$(S3RVER_VERSION)
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .

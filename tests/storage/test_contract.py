@@ -3,11 +3,12 @@
 import gc
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from itertools import cycle
 from pathlib import Path
 from time import sleep
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -25,6 +26,7 @@ from lightning.fabric.storage.transport import fsspec as transport
 from tests.servers import SECRET, USER, Bucket, Fault, Server, demand_equal_parts
 from tests.servers import azure as azurite
 from tests.servers import hdfs as hadoop
+from tests.servers import s3_programs as programs
 from tests.servers import seaweedfs as weed
 from tests.servers.azure import AzureServer, Container, azure_server
 from tests.servers.gcs import PROJECT, GcsBucket, GcsServer, gcs_server
@@ -80,7 +82,7 @@ class TestMemory(StorageContract):
 
 
 def s3_store(bucket: Bucket) -> Store:
-    options = {"endpoint_url": bucket.server.endpoint, "key": "test", "secret": SECRET}
+    options = {"endpoint_url": bucket.server.endpoint, "key": bucket.server.key, "secret": SECRET}
     return Store(bucket.url, bucket, Explicit(bucket.url, options, {"AWS_ENDPOINT_URL": NOWHERE}))
 
 
@@ -143,6 +145,67 @@ class TestSeaweedFS(StorageContract):
         enter(seaweedfs.server.environment, monkeypatch)
         seaweedfs.empty()
         return s3_store(seaweedfs)
+
+
+class S3Program(StorageContract):
+    """A server that `make test-stores` installs."""
+
+    beyond_limits = 12 * MIB
+    start: ClassVar[Callable[[Path], AbstractContextManager[Server]]]
+    bucket: ClassVar[type[Bucket]] = Bucket
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def program(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+        if not programs.is_installed():
+            pytest.skip(programs.MISSING)
+        with cls.start(tmp_path_factory.mktemp("store")) as running:
+            yield cls.bucket(running)
+
+    @pytest.fixture
+    def store(self, program: Bucket, monkeypatch: pytest.MonkeyPatch) -> Store:
+        enter(program.server.environment, monkeypatch)
+        program.empty()
+        return s3_store(program)
+
+
+@pytest.mark.stores
+class TestRclone(S3Program):
+    start = programs.rclone_server
+    bucket = programs.RcloneBucket
+
+
+@pytest.mark.usefixtures("without_obstore")
+class TestRcloneWithoutObstore(TestRclone):
+    pass
+
+
+@pytest.mark.stores
+class TestJuiceFS(S3Program):
+    start = programs.juicefs_server
+
+
+@pytest.mark.stores
+@pytest.mark.skipif(programs.NGINX is None, reason=programs.WITHOUT_NGINX)
+class TestJuiceFSBehindNginx(S3Program):
+    start = programs.nginx_before_juicefs
+
+
+@pytest.mark.usefixtures("without_obstore")
+class TestJuiceFSBehindNginxWithoutObstore(TestJuiceFSBehindNginx):
+    pass
+
+
+@pytest.mark.stores
+class TestS3rver(S3Program):
+    start = programs.s3rver_server
+    takes_uploads_back = False
+    has_whole_puts = False  # two at a time write to one file
+
+
+@pytest.mark.usefixtures("without_obstore")
+class TestS3rverWithoutObstore(TestS3rver):
+    pass
 
 
 @pytest.fixture(scope="session")
