@@ -172,9 +172,11 @@ def test_a_server_that_copies_no_parts_gets_the_bytes_again(bucket: Bucket, monk
 
 @pytest.mark.usefixtures("impatient")
 def test_a_server_that_is_never_done_with_a_copy_gets_the_bytes_again(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    (tmp_path / "config").write_text("[default]\nmax_attempts = 1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     save_file({"epoch": 1}, f"{bucket.url}/run/x.ckpt")
 
     def time_out(method: str, path: str) -> int | None:

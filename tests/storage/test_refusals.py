@@ -22,6 +22,10 @@ SMALL = {"w": torch.arange(1000)}
 LARGE = {"w": torch.arange(800_000)}
 
 
+#: For what obstore cannot do, and the client takes over.
+only_obstore = pytest.mark.parametrize("engine", ["obstore"], indirect=True)
+
+
 @pytest.fixture(autouse=True, params=["obstore", "s3fs"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> str:
     if request.param == "s3fs":
@@ -31,12 +35,6 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capl
     monkeypatch.setattr(stores, "_told", set())
     caplog.set_level(logging.INFO, logger="lightning.fabric.storage")
     return str(request.param)
-
-
-@pytest.fixture
-def only_obstore(engine: str) -> None:
-    if engine != "obstore":
-        pytest.skip("is about what obstore cannot do, and the client takes over")
 
 
 @pytest.fixture
@@ -117,9 +115,10 @@ def test_a_store_without_ranges_is_read_whole(bucket: Bucket) -> None:
         assert torch.equal(load_file(f"{bucket.url}/x")["w"], LARGE["w"])
 
 
+@only_obstore
 @pytest.mark.parametrize("outcome", [400, 405, Fault.GARBLED])
 def test_an_upload_that_a_store_does_not_begin_for_obstore_goes_through_the_client_from_its_first_byte_on(
-    bucket: Bucket, told: Callable[[], list[str]], only_obstore: None, outcome: int | Fault
+    bucket: Bucket, told: Callable[[], list[str]], outcome: int | Fault
 ) -> None:
     def refuse_obstore(method: str, path: str) -> int | Fault | None:
         return outcome if path.endswith("?uploads=") else None  # the client sends no `=`
@@ -139,19 +138,19 @@ def first_of(outcome: int | Fault, method: str, path: str = "") -> Rule:
     return lambda asked, of: next(outcomes, None) if asked == method and path in of else None
 
 
-@pytest.mark.parametrize(("method", "state"), [("PUT", SMALL), ("HEAD", SMALL)])
+@only_obstore
+@pytest.mark.parametrize("method", ["PUT", "HEAD"])
 def test_a_request_of_obstores_that_a_store_does_not_know_is_made_by_the_client(
-    bucket: Bucket, told: Callable[[], list[str]], only_obstore: None, method: str, state: dict[str, Any]
+    bucket: Bucket, told: Callable[[], list[str]], method: str
 ) -> None:
     with bucket.refusing(first_of(405, method)):
-        save_file(state, f"{bucket.url}/x")
-        assert torch.equal(load_file(f"{bucket.url}/x")["w"], state["w"])
+        save_file(SMALL, f"{bucket.url}/x")
+        assert torch.equal(load_file(f"{bucket.url}/x")["w"], SMALL["w"])
     assert len(told()) == 1
 
 
-def test_a_part_that_a_store_does_not_know_is_an_error_once(
-    bucket: Bucket, only_obstore: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@only_obstore
+def test_a_part_that_a_store_does_not_know_is_an_error_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = torch.arange(4 * 2**20)
     with (
         bucket.refusing(first_of(405, "PUT", "partNumber=4")),
@@ -164,14 +163,16 @@ def test_a_part_that_a_store_does_not_know_is_an_error_once(
     assert torch.equal(load_file(f"{bucket.url}/x")["w"], parts)
 
 
-def test_a_commit_with_an_answer_that_nobody_understands_is_looked_for(bucket: Bucket, only_obstore: None) -> None:
+@only_obstore
+def test_a_commit_with_an_answer_that_nobody_understands_is_looked_for(bucket: Bucket) -> None:
     with bucket.refusing(first_of(Fault.GARBLED, "POST", "uploadId=")):
         save_file(LARGE, f"{bucket.url}/x")
     assert torch.equal(load_file(f"{bucket.url}/x")["w"], LARGE["w"])
 
 
+@only_obstore
 def test_a_client_that_is_refused_as_well_says_why_and_nothing_is_remembered(
-    bucket: Bucket, told: Callable[[], list[str]], only_obstore: None
+    bucket: Bucket, told: Callable[[], list[str]]
 ) -> None:
     with (
         bucket.refusing(lambda method, path: 405 if method == "POST" else None),
@@ -182,7 +183,8 @@ def test_a_client_that_is_refused_as_well_says_why_and_nothing_is_remembered(
     assert told() == []
 
 
-def test_what_replaces_an_object_while_the_client_takes_over_is_an_error(bucket: Bucket, only_obstore: None) -> None:
+@only_obstore
+def test_what_replaces_an_object_while_the_client_takes_over_is_an_error(bucket: Bucket) -> None:
     save_file(LARGE, f"{bucket.url}/x")
     other = {"w": LARGE["w"] + 1}
 
