@@ -435,9 +435,15 @@ def write_piecemeal(url: Any, told: int, size: int = 16 * _MIB) -> None:
 
 
 @pytest.mark.usefixtures("few_parts")
-@pytest.mark.parametrize("options", [{}, {"fixed_upload_size": True}])
 @pytest.mark.parametrize(("told", "parts"), [(28 * _MIB, 3), (0, 4)])
-@pytest.mark.parametrize("kind", [s3fs.S3FileSystem, Extended])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (s3fs.S3FileSystem, {}),
+        (s3fs.S3FileSystem, {"fixed_upload_size": True}),
+        (Extended, {"fixed_upload_size": True}),
+    ],
+)
 def test_all_parts_but_the_last_are_of_one_size(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, kind: type, told: int, parts: int, options: dict[str, Any]
 ) -> None:

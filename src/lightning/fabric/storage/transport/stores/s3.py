@@ -190,11 +190,13 @@ def _credentials(client: Any, loop: asyncio.AbstractEventLoop) -> Callable[[], A
     credentials = client._request_signer._credentials
     if credentials is None:
         raise NotNative("the client has found no credentials")
-    expiry: Callable[[], datetime] | None = None
-    if isinstance(credentials, RefreshableCredentials):
-        expiry = common.recheck_time
-    elif is_kept_current(credentials):
-        expiry = common.now
+
+    def next_question(token: str | None) -> datetime | None:
+        if isinstance(credentials, RefreshableCredentials):
+            return common.recheck_time()
+        if not is_kept_current(credentials):
+            return None
+        return common.now() if token else common.recheck_time()  # keys without a token do not expire by themselves
 
     def provide() -> dict[str, Any]:
         asked = asyncio.run_coroutine_threadsafe(credentials.get_frozen_credentials(), loop)
@@ -203,7 +205,7 @@ def _credentials(client: Any, loop: asyncio.AbstractEventLoop) -> Callable[[], A
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": expiry and expiry(),
+            "expires_at": next_question(frozen.token),
         }
 
     return provide
