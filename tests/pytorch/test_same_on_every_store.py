@@ -4,6 +4,7 @@ import gc
 import io
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,37 @@ def fit(root: str, epochs: int, *callbacks: Any, ckpt_path: Any = None, **option
     trainer = Trainer(callbacks=list(callbacks), default_root_dir=root, max_epochs=epochs, **{**QUIET, **options})
     trainer.fit(Model(), ckpt_path=ckpt_path)
     return trainer
+
+
+@pytest.mark.parametrize(
+    ("root", "logs", "dirpath", "is_told"),
+    [
+        ("memory://run", "{}/logs", None, True),
+        ("memory://run", "memory://run/logs", None, False),
+        ("memory://run", None, None, False),
+        ("memory://run", "{}/logs", "{}/checkpoints", False),
+        ("{}/run", "{}/logs", None, False),
+    ],
+)
+def test_checkpoints_that_a_local_logger_keeps_from_the_url_of_the_trainer_are_a_warning(
+    root: str, logs: str | None, dirpath: str | None, is_told: bool, tmp_path: Path
+) -> None:
+    checkpoint = ModelCheckpoint(dirpath and dirpath.format(tmp_path))
+    logger = CSVLogger(logs.format(tmp_path)) if logs else False
+    trainer = Trainer(
+        default_root_dir=root.format(tmp_path), callbacks=[checkpoint], **{**QUIET, "logger": logger}, max_epochs=1
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epochs in (1, 2):
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(Model())
+    told = [str(one.message) for one in caught if "on this machine" in str(one.message)]
+    folder = f"{tmp_path}/logs/lightning_logs/version_0/checkpoints"
+    assert len(told) == is_told
+    assert not is_told or told[0].startswith(f"Checkpoints go to {folder} on this machine, to the folder of CSVLogger")
+    assert os.path.isdir(folder) == is_told or not root.startswith("memory")
+    MemoryFileSystem.store.clear()
 
 
 def facts(trainer: Trainer) -> dict[str, Any]:

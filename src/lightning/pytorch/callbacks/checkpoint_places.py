@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from lightning.fabric.storage.duplicate import duplicate
 from lightning.fabric.storage.engine import engine_of
-from lightning.fabric.storage.location import is_same, is_within, locate, text_of_folder
+from lightning.fabric.storage.location import display, is_same, is_within, locate, text_of_folder
 from lightning.fabric.storage.ranks import outcome_of_rank_zero
 from lightning.fabric.storage.save_queue import unconditionally
 from lightning.fabric.storage.stats import SaveReport, reporting, stage
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -36,6 +37,23 @@ def may_remove(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> bo
 def is_same_folder(one: _Path | None, other: _Path | None) -> bool:
     """Whether two names of folders are those of one, but for slashes at the end of a URL."""
     return one == other or (one is not None and other is not None and text_of_folder(one) == text_of_folder(other))
+
+
+def warn_of_local_folder(callback: "ModelCheckpoint", trainer: "Trainer", folder: _Path) -> None:
+    """Warns if checkpoints go to this machine since a logger does, while the Trainer was given a URL for what it saves.
+
+    Args:
+        callback: As it was before it was given ``folder``.
+        trainer: Whose first logger decides where checkpoints go that have no ``dirpath``.
+        folder: Where the checkpoints are going to be.
+    """
+    root = locate(trainer.default_root_dir)
+    if callback.dirpath is None and isinstance(root, str) and isinstance(locate(folder), Path):
+        rank_zero_warn(
+            f"Checkpoints go to {folder} on this machine, to the folder of {type(trainer.loggers[0]).__name__}, and not to"
+            f" the `default_root_dir` {display(root)}. To have them there, give that to ModelCheckpoint as its `dirpath`,"
+            " or to the logger as its `save_dir`."
+        )
 
 
 def make_link(path: str, link: str) -> None:
