@@ -4,6 +4,7 @@ import pickle
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, pairwise
@@ -200,14 +201,52 @@ def test_a_mirror_that_is_no_longer_used_copies_the_rest_and_removes_its_folder(
     assert not folder.exists()
 
 
-def test_the_end_of_the_interpreter_copies_the_rest(bucket: Bucket) -> None:
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "lightning-logs"]
+
+
+def test_a_mirror_has_no_thread_between_a_drain_and_the_next_flush(url: str) -> None:
+    before = threads()
+    mirror = Mirror(url)
+    for number in range(2):
+        append(mirror, "metrics.csv", b"%d" % number)
+        mirror.flush()
+        (thread,) = set(threads()) - set(before)
+        append(mirror, "metrics.csv", b"+")
+        mirror.drain()
+        thread.join(10)
+        assert threads() == before
+    assert copies() == {"metrics.csv": b"0+1+"}
+    folder = mirror.folder
+    del mirror
+    assert not folder.exists()
+
+
+def test_what_could_not_be_copied_by_a_drain_is_tried_again_by_a_thread(bucket: Bucket, impatient: None) -> None:
+    before = threads()
+    mirror = Mirror(f"{bucket.url}/run")
+    mirror.drain()
+    append(mirror, "metrics.csv", b"1")
+    with bucket.refusing(lambda method, path: 403):
+        mirror.drain()
+    (thread,) = set(threads()) - set(before)
+    del mirror
+    thread.join(10)
+    assert bucket.get("run/metrics.csv") == b"1"
+
+
+@pytest.mark.parametrize("last", ["flush", "drain"])
+@pytest.mark.parametrize("is_used", [True, False])
+def test_the_end_of_the_interpreter_copies_the_rest(bucket: Bucket, last: str, is_used: bool) -> None:
     script = f"""
 from lightning.fabric.storage.mirror import Mirror
 mirror = Mirror("{bucket.url}/run")
 (mirror.folder / "a").write_text("1")
-mirror.flush()
+mirror.{last}()
 (mirror.folder / "a").write_text("12")
 print(mirror.folder)
+if not {is_used}:
+    del mirror
 """
     folder = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.strip()
     assert bucket.get("run/a") == b"12"

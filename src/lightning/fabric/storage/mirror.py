@@ -68,16 +68,18 @@ class Mirror:
             OSError: It is the first time, when all is copied before this returns, and that failed. Later on, a failure
                 is a warning in the log, and copying is tried again.
         """
-        self._copies.start()
+        self._copies.follow()
+        self._copies.begin()
 
     def drain(self) -> None:
         """Copies all that is new before it returns. A failure is a warning in the log, unless it is the first.
 
+        Until the next flush no thread looks for what is new.
+
         Raises:
             OSError: As for :meth:`flush`.
         """
-        if not self._copies.start():
-            self._copies.send_or_tell()
+        self._copies.rest()
 
     def lacks(self, name: str) -> bool:
         """Whether the copy has no such file. It is asked once: the caller is expected to write one then.
@@ -107,31 +109,53 @@ class _Copies:
         self.known: set[str] = set()
         self._files: dict[str, _Events | _Whole] = {}
         self._process = os.getpid()
+        self._has_begun = False
         self._sending = threading.RLock()  # a signal may come before its handler can tell
         self._sender: int | None = None
-        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._stop = threading.Event()  # of that thread
         self._told = False
+        #: Of the files, when all was copied and the thread was let go.
+        self._copied: dict[str, tuple[int, int]] = {}
 
     def found(self) -> Iterator[tuple[str, Path]]:
         """The files, in the order in which TensorBoard reads them."""
         for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
             yield path.relative_to(self.folder).as_posix(), path
 
-    def start(self) -> bool:
-        """Copies everything and starts the thread, unless that was done before."""
-        if self._thread is None or self._process != os.getpid():  # threads do not survive a fork
-            self._process = os.getpid()
-            self._thread = threading.Thread(target=self._follow, name="lightning-logs", daemon=True)
-            self._thread.start()
-            _running.add(self)
-            self._send(everything=True)
-            return True
-        return False
+    def begin(self) -> bool:
+        """Copies everything, unless that was done before."""
+        if self._has_begun and self._process == os.getpid():
+            return False
+        self._has_begun, self._process = True, os.getpid()
+        _running.add(self)
+        self._send(everything=True)
+        return True
 
-    def _follow(self) -> None:
-        while not self._ended.wait(INTERVAL_S):
+    def follow(self) -> None:
+        """Starts the thread, unless it is there."""
+        if self._thread is None or self._process != os.getpid():  # threads do not survive a fork
+            self._stop = threading.Event()
+            self._thread = threading.Thread(target=self._follow, args=(self._stop,), name="lightning-logs", daemon=True)
+            self._thread.start()
+
+    def rest(self) -> None:
+        """Copies everything, and lets the thread end; not if that failed, for the thread tries again."""
+        found = self._states()
+        if self.begin() or self.send_or_tell():
+            self._copied = found
+            self._thread = None
+            self._stop.set()  # and no more: in the handler of a signal it could wait for this thread
+        else:
+            self.follow()
+
+    def _follow(self, stop: threading.Event) -> None:
+        while not stop.wait(INTERVAL_S):
             self.send_or_tell(everything=False)
+        if self._thread is threading.current_thread():
+            self._finish()
+
+    def _finish(self) -> None:
         if self.send_or_tell():
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
@@ -142,14 +166,23 @@ class _Copies:
         """Lets the thread come to its end: this may be called by the collector, amidst anything."""
         if self._process != os.getpid():
             return  # a fork's copy
-        self._ended.set()
-        if self._thread is None:
+        if self._thread is not None:
+            self._stop.set()
+        elif not self._has_begun or self._states() == self._copied:
             shutil.rmtree(self.folder, ignore_errors=True)
+            _running.discard(self)
+        # else it is finished when the interpreter ends
 
     def join(self) -> None:
-        """Waits for the thread's end."""
-        if self._thread is not None and self._process == os.getpid():
-            self._thread.join()
+        """Waits for the end, after :meth:`end`."""
+        if self._process == os.getpid():
+            if self._thread is not None:
+                self._thread.join()
+            else:
+                self._finish()
+
+    def _states(self) -> dict[str, tuple[int, int]]:
+        return {name: (found.st_mtime_ns, found.st_size) for name, path in self.found() for found in [path.stat()]}
 
     def send_or_tell(self, everything: bool = True) -> bool:
         """Whether it succeeded. Of failures in a row, the first one is told."""
