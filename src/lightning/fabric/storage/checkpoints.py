@@ -21,6 +21,7 @@ from lightning.fabric.storage.engine import engine_of
 from lightning.fabric.storage.load import load_file
 from lightning.fabric.storage.location import Location, display, is_file, is_folder, locate, shares_names
 from lightning.fabric.storage.namespace import remove_folder
+from lightning.fabric.storage.own_plugins import saves_at_path
 from lightning.fabric.storage.ranks import failures_of_ranks, from_rank_zero, is_rank_zero, outcome_of_rank_zero
 from lightning.fabric.storage.replacement import remove_leftovers
 from lightning.fabric.storage.stats import reported
@@ -282,12 +283,14 @@ def saving_full(location: Location, checkpoint_io: "CheckpointIO") -> Iterator[N
         if is_rank_zero():
             engine = engine_of(checkpoint_io)
             if engine is None:
-                _remove_what_a_file_replaces(location)
+                _remove_what_a_file_replaces(location, checkpoint_io)
             else:
-                engine.remove(location, lambda: _remove_what_a_file_replaces(location), is_partial=True)
+                engine.remove(location, lambda: _remove_what_a_file_replaces(location, checkpoint_io), is_partial=True)
 
 
-def _remove_what_a_file_replaces(location: Location) -> None:
+def _remove_what_a_file_replaces(location: Location, checkpoint_io: "CheckpointIO") -> None:
+    if not saves_at_path(checkpoint_io) and not is_file(location):
+        return  # the folder may be what the plugin has saved
     if shares_names(location) and _has_shards_to_replace(location):  # elsewhere the file took the place of the shards
         try:
             remove_folder(location)

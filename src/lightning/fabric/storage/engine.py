@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning.fabric.storage.host_memory import ALIGNMENT
 from lightning.fabric.storage.location import Location
+from lightning.fabric.storage.own_plugins import saves_shards
 from lightning.fabric.storage.ranks import failures_of_ranks, from_rank_zero
 from lightning.fabric.storage.save_queue import OnError, Queue, Save, may_skip
 from lightning.fabric.storage.staging import Staging
@@ -178,8 +179,7 @@ def states_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 def saves_here(strategy: Any) -> bool:
     """Whether this rank has to do with the saves of a strategy."""
-    shards = getattr(strategy, "_state_dict_type", None) == "sharded"
-    return bool(strategy.is_global_zero or shards or getattr(strategy, "_save_distributed_checkpoint", False))
+    return bool(strategy.is_global_zero or saves_shards(strategy))
 
 
 def optimizer_stepped(strategy: Any, optimizer: Optimizer) -> None:

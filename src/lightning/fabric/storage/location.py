@@ -16,6 +16,7 @@ from fsspec.config import conf
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import known_implementations
 from fsspec.utils import get_protocol
 
 from lightning.fabric.storage.advice import about_bucket, about_credentials, about_package
@@ -315,9 +316,14 @@ def list_names(location: Location) -> list[str]:
 
 def names_inside(fs: AbstractFileSystem, path: str) -> list[str]:
     """As :func:`list_names`."""
+    return sorted({name for name, _ in infos_inside(fs, path)})
+
+
+def infos_inside(fs: AbstractFileSystem, path: str) -> list[tuple[str, dict[str, Any]]]:
+    """What the file system says of all that is right inside a folder, with its name there."""
     inside = path.rstrip("/") + "/"
-    found = (str(info["name"]).rstrip("/") for info in fs.ls(path, detail=True))  # FTP gives no more than names else
-    return sorted({name[len(inside) :] for name in found if name.startswith(inside)})
+    found = [(str(info["name"]).rstrip("/"), info) for info in fs.ls(path, detail=True)]  # FTP gives no more else
+    return [(name[len(inside) :], info) for name, info in found if name.startswith(inside)]
 
 
 def modified(location: Location) -> float:
@@ -347,6 +353,8 @@ def is_within(location: Location, folder: Location) -> bool:
         return (
             type(location) is type(folder) and Path(os.path.abspath(folder)) in Path(os.path.abspath(location)).parents
         )
+    if _are_of_two_clients(location, folder):
+        return False
     (fs, path), (other, above) = filesystem(location), filesystem(folder)
     return fs == other and path.startswith(above.rstrip("/") + "/")
 
@@ -355,7 +363,14 @@ def is_same(location: Location, other: Location) -> bool:
     """Whether two names are those of one place."""
     if isinstance(location, Path) or isinstance(other, Path):
         return type(location) is type(other) and os.path.abspath(location) == os.path.abspath(other)
-    return filesystem(location) == filesystem(other)
+    return not _are_of_two_clients(location, other) and filesystem(location) == filesystem(other)
+
+
+def _are_of_two_clients(url: str, other: str) -> bool:
+    """Whether the protocols alone tell that two places are in different stores. They need not be known."""
+    names = [get_protocol(url), get_protocol(other)]
+    one, two = (known_implementations.get(name, {"class": name})["class"] for name in names)
+    return bool(one != two)
 
 
 def files_below(fs: AbstractFileSystem, path: str) -> list[str]:

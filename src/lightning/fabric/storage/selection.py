@@ -87,13 +87,15 @@ def paths_in(folder: _PATH) -> list[str]:
     return [os.fspath(join(location, name)) for name in names_in(folder)]
 
 
-def times_of_complete(candidates: Iterable[str]) -> dict[str, float]:
+def times_of_complete(candidates: Iterable[str], at_path: bool = True) -> dict[str, float]:
     """When each of the candidates that are complete was saved. A warning says why another is not.
 
     Of a folder, the time of its own entry tells less: a save into it that has failed changes that as well.
 
     Args:
         candidates: Paths. Those that do not exist are passed over.
+        at_path: Whether that is where Lightning has saved them. Else what a plugin has saved there, or under a name
+            that goes on with a dot, counts as complete, whatever it is.
 
     Returns:
         Seconds since the beginning of 1970, by path. Of those with the same time, the one that is first is newer by its
@@ -104,6 +106,10 @@ def times_of_complete(candidates: Iterable[str]) -> dict[str, float]:
     """
     times = {}
     for path in sorted(candidates, key=_version, reverse=True):
+        if not at_path:
+            if found := [modified(locate(other)) for other in _with_more_names(path)]:
+                times[path] = max(found)
+            continue
         location = locate(path)
         if kind(location) == "nothing" or not _is_complete(path):
             continue
@@ -112,18 +118,43 @@ def times_of_complete(candidates: Iterable[str]) -> dict[str, float]:
     return times
 
 
+def is_there(path: str) -> bool:
+    """Whether there is anything at a path, or under a name that goes on with a dot: what a plugin may have saved.
+
+    Raises:
+        OSError: The store did not answer.
+    """
+    return bool(_with_more_names(path))
+
+
+def _with_more_names(path: str) -> list[str]:
+    folder, name = os.path.split(path)
+    return [f"{folder}/{found}" for found in names_in(folder) if found == name or found.startswith(f"{name}.")]
+
+
+def without_more_names(paths: Iterable[str], extension: str) -> list[str]:
+    """The paths of checkpoints that a plugin has saved at these paths, or with a dot and more behind the extension."""
+    return [path.partition(f"{extension}.")[0] + extension if f"{extension}." in path else path for path in paths]
+
+
 def _version(path: str) -> tuple[int, str]:
     version = re.search(r"-v([0-9]+)\.\w+$", path)
     return int(version[1]) if version else 0, path
 
 
-def newest_complete_version(folder: _PATH) -> int | None:
+def newest_complete_version(folder: _PATH, at_path: bool = True) -> int | None:
     """The largest N of the ``hpc_ckpt_N.ckpt`` in a folder that are complete. A warning says why a larger one is not.
+
+    Args:
+        folder: The folder.
+        at_path: As for :func:`times_of_complete`.
 
     Raises:
         OSError: The store did not answer.
     """
     location = locate(folder)
+    if not at_path:
+        return largest_version(folder, _HPC_NAME)
     for version in sorted(_versions(names_in(folder), _HPC_NAME), reverse=True):
         if _is_complete(join(location, f"{_HPC_NAME}{version}.ckpt")):
             return version
@@ -131,12 +162,12 @@ def newest_complete_version(folder: _PATH) -> int | None:
 
 
 def largest_version(folder: _PATH, start: str) -> int | None:
-    """The largest N of what is called ``<start>N.ckpt`` in a folder; other names do not count.
+    """The largest N of what is called ``<start>N.ckpt`` in a folder, or so and a dot and more.
 
     Raises:
         OSError: The store did not answer.
     """
-    return max(_versions(names_in(folder), start), default=None)
+    return max(_versions(without_more_names(names_in(folder), ".ckpt"), start), default=None)
 
 
 def _versions(names: Iterable[str], start: str) -> set[int]:

@@ -16,12 +16,18 @@ from weakref import proxy
 
 from lightning.fabric.storage import background
 from lightning.fabric.storage.engine import engine_of, saves_here, states_of
-from lightning.fabric.storage.location import display, kind, locate
+from lightning.fabric.storage.location import display, locate
 from lightning.fabric.storage.ranks import outcome_of_rank_zero
 from lightning.fabric.storage.save_queue import unconditionally, watching, without_skipping
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.pytorch.callbacks.checkpoint_history import History, Record, changes_since, only_durable, paths_in, undo
-from lightning.pytorch.callbacks.checkpoint_places import copy_as_last, detach, make_link
+from lightning.pytorch.callbacks.checkpoint_places import (
+    can_be_linked_to,
+    copy_as_last,
+    detach,
+    is_saved,
+    make_link,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -226,9 +232,14 @@ def _remove_now(callback: "ModelCheckpoint", trainer: "Trainer", paths: list[str
 def link(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> None:
     """Makes a link at ``path`` that leads to the last checkpoint, once that is durable; a collective call.
 
-    On a remote file system it is a copy.
+    On a remote file system it is a copy. Where only a plugin of the user's knows where that checkpoint is, it is saved
+    once more.
     """
     target = callback._last_checkpoint_saved
+    if not can_be_linked_to(trainer, target):
+        if target != path:
+            callback._save_checkpoint(trainer, path)
+        return
     last = next((record for record in reversed(_pending(callback).values()) if record.path == target), None)
     if _HISTORY in vars(callback):
         _history(callback).last = last
@@ -260,10 +271,10 @@ def remove(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> None:
         last.removals.append(path)
 
 
-def will_exist(path: str) -> bool:
-    """Whether there is a file or folder at ``path``, when all saves and removals have succeeded."""
+def will_exist(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> bool:
+    """Whether there is a checkpoint at ``path``, when all saves and removals have succeeded."""
     answer = background.will_exist(path)
-    return kind(locate(path)) != "nothing" if answer is None else answer
+    return is_saved(callback, trainer, path) if answer is None else answer
 
 
 def drain(trainer: "Trainer") -> None:

@@ -1,22 +1,30 @@
 """Where the checkpoints of a ModelCheckpoint are, on a local disk or at a URL, and what the last one is called."""
 
+import logging
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning.fabric.storage.duplicate import duplicate
 from lightning.fabric.storage.engine import engine_of
-from lightning.fabric.storage.location import display, is_same, is_within, locate, text_of_folder
-from lightning.fabric.storage.ranks import outcome_of_rank_zero
+from lightning.fabric.storage.location import display, is_same, is_within, kind, locate, text_of_folder
+from lightning.fabric.storage.own_plugins import saves_at_path
+from lightning.fabric.storage.ranks import from_rank_zero, outcome_of_rank_zero
 from lightning.fabric.storage.save_queue import unconditionally
+from lightning.fabric.storage.selection import is_there, times_of_complete, without_more_names
+from lightning.fabric.storage.selection import paths_in as paths_in_folder
 from lightning.fabric.storage.stats import SaveReport, reporting, stage
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.callbacks.checkpoint_history import paths_in
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
+
+log = logging.getLogger(__name__)
 
 _Path = str | os.PathLike[str]
 #: An attribute of a ModelCheckpoint: what it has copied where, and the step of that.
@@ -26,17 +34,64 @@ _COPIED = "_copied_as_last"
 def may_remove(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> bool:
     """Whether a checkpoint at a URL, which ``callback`` has replaced by another one, is to be removed.
 
-    As on a local disk, what the run was resumed from is kept, and what is not in the callback's folder.
+    As on a local disk, what the run was resumed from is kept, and what is not in the callback's folder. So is what
+    nothing can be told about.
     """
-    location = locate(path)
-    if trainer.ckpt_path is not None and is_same(location, locate(trainer.ckpt_path)):
+    try:
+        location = locate(path)
+        if trainer.ckpt_path is not None and is_same(location, locate(trainer.ckpt_path)):
+            return False
+        return callback.dirpath is not None and is_within(location, locate(callback.dirpath))
+    except (ImportError, OSError, ValueError) as error:
+        rank_zero_warn(f"{display(path)!r} is not removed, for it cannot be asked about: {display(str(error))}")
         return False
-    return callback.dirpath is not None and is_within(location, locate(callback.dirpath))
 
 
 def is_same_folder(one: _Path | None, other: _Path | None) -> bool:
     """Whether two names of folders are those of one, but for slashes at the end of a URL."""
-    return one == other or (one is not None and other is not None and text_of_folder(one) == text_of_folder(other))
+    if one == other or one is None or other is None:
+        return one == other
+    try:
+        return text_of_folder(one) == text_of_folder(other)
+    except ValueError as error:  # what was a URL once; the callback warns that its folder has changed
+        log.debug(f"{display(str(other))!r} is not the folder {display(str(one))!r}: {error}")
+        return False
+
+
+def is_in_folder(callback: "ModelCheckpoint", path: str) -> bool:
+    """Whether a checkpoint is in the callback's folder, as far as the text tells."""
+    return callback.dirpath is not None and path.startswith(f"{text_of_folder(callback.dirpath).rstrip('/')}/")
+
+
+def is_saved(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> bool:
+    """Whether there is a checkpoint at ``path``, or one that a plugin of the user's has saved for that path."""
+    if saves_at_path(trainer.strategy):
+        return kind(locate(path)) != "nothing"
+    return path in paths_in(callback) or is_there(path)
+
+
+def can_be_linked_to(trainer: "Trainer", path: str) -> bool:
+    """Whether a checkpoint that has been saved, or is about to be, is at ``path`` itself; a collective call."""
+    if saves_at_path(trainer.strategy):
+        return True
+    if engine_of(trainer.strategy.checkpoint_io) is not None:
+        return False  # it may not be there yet
+    return from_rank_zero(lambda: kind(locate(path)) != "nothing")
+
+
+def times_of_last(trainer: "Trainer", candidates: Iterable[str | None]) -> dict[str, float]:
+    """When each of the checkpoints that ``ckpt_path="last"`` may mean was saved."""
+    paths = {path for path in candidates if path}
+    if saves_at_path(trainer.strategy):
+        return times_of_complete(paths)
+    names = [getattr(callback, "last_model_path", "") for callback in trainer.checkpoint_callbacks]
+    return times_of_complete(paths, at_path=False) or {path: 0.0 for path in names if path}
+
+
+def last_paths_in(trainer: "Trainer", folder: str | Path, extension: str) -> list[str]:
+    """The paths of all that is in a folder, among which the last checkpoint is looked for."""
+    found = paths_in_folder(folder)
+    return found if saves_at_path(trainer.strategy) else without_more_names(found, extension)
 
 
 def warn_of_local_folder(callback: "ModelCheckpoint", trainer: "Trainer", folder: _Path) -> None:
@@ -50,9 +105,9 @@ def warn_of_local_folder(callback: "ModelCheckpoint", trainer: "Trainer", folder
     root = locate(trainer.default_root_dir)
     if callback.dirpath is None and isinstance(root, str) and isinstance(locate(folder), Path):
         rank_zero_warn(
-            f"Checkpoints go to {folder} on this machine, to the folder of {type(trainer.loggers[0]).__name__}, and not to"
-            f" the `default_root_dir` {display(root)}. To have them there, give that to ModelCheckpoint as its `dirpath`,"
-            " or to the logger as its `save_dir`."
+            f"Checkpoints go to {folder} on this machine, to the folder of {type(trainer.loggers[0]).__name__}, and not"
+            f" to the `default_root_dir` {display(root)}. To have them there, give that to ModelCheckpoint as its"
+            " `dirpath`, or to the logger as its `save_dir`."
         )
 
 

@@ -1,15 +1,21 @@
 """What a ModelCheckpoint remembers of an earlier run, and is no longer there."""
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from lightning.fabric.storage.location import display
-from lightning.fabric.storage.selection import why_incomplete
+from lightning.fabric.storage.location import display, display_about
+from lightning.fabric.storage.own_plugins import saves_at_path
+from lightning.fabric.storage.remembered import why_lost
+from lightning.pytorch.callbacks.checkpoint_places import is_in_folder
 from lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+#: How many reasons a warning gives.
+_REASONS = 5
 
 
 def forget_lost_checkpoints(trainer: "Trainer") -> None:
@@ -18,8 +24,11 @@ def forget_lost_checkpoints(trainer: "Trainer") -> None:
     Else they would count among the best ``save_top_k``, so that worse ones which are really there are not kept, and
     ``ckpt_path="best"`` would lead to nothing. Nothing is removed from the disk or the store. In a distributed job this
     is a collective call: rank zero looks, so that all ranks remember the same.
+
+    What cannot be asked about is forgotten as well, unless it is in the callback's own folder, where the run goes on to
+    save: its store may be out of reach for a moment. Where a plugin of the user's saves, only that knows what is where.
     """
-    if trainer.state.fn != TrainerFn.FITTING:
+    if trainer.state.fn != TrainerFn.FITTING or not saves_at_path(trainer.strategy):
         return
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
@@ -29,19 +38,28 @@ def forget_lost_checkpoints(trainer: "Trainer") -> None:
 
 def _lost(callback: ModelCheckpoint) -> set[str]:
     known = [callback.best_model_path, callback.kth_best_model_path, callback.last_model_path, *callback.best_k_models]
-    lost = {}
-    for path in dict.fromkeys(path for path in known if path):
-        try:
-            why = why_incomplete(path)
-        except OSError as error:  # what may be there is not forgotten
-            rank_zero_warn(f"Could not look whether {display(path)!r} is a complete checkpoint: {display(str(error))}")
-            continue
-        if why is not None:
-            lost[path] = why
+    lost: dict[str, str] = {}
+    untold: dict[str, str] = {}
+    for path, answer in why_lost(dict.fromkeys(path for path in known if path)).items():
+        if isinstance(answer, Exception):
+            why = f"{type(answer).__name__}: {display_about(str(answer), path)}"
+            reason = f"{display(path)!r} cannot be asked about ({why})"
+            to_keep = isinstance(answer, OSError) and is_in_folder(callback, path)
+            (untold if to_keep else lost)[path] = reason
+        elif answer is not None:
+            lost[path] = answer
+    if untold:
+        rank_zero_warn(f"Could not look whether {len(untold)} checkpoints are complete: {_some(untold)}")
     if lost:
-        reasons = "; ".join(lost.values())
-        rank_zero_warn(f"`ModelCheckpoint` no longer counts {len(lost)} of the checkpoints that it knew of: {reasons}")
+        rank_zero_warn(
+            f"`ModelCheckpoint` no longer counts {len(lost)} of the checkpoints that it knew of: {_some(lost)}"
+        )
     return set(lost)
+
+
+def _some(reasons: dict[str, str]) -> str:
+    more = len(reasons) - _REASONS
+    return "; ".join([*islice(reasons.values(), _REASONS), *([f"and {more} more"] if more > 0 else [])])
 
 
 def _forget(callback: ModelCheckpoint, lost: set[str]) -> None:
@@ -49,7 +67,7 @@ def _forget(callback: ModelCheckpoint, lost: set[str]) -> None:
         callback.last_model_path = ""
     scores = {path: score for path, score in callback.best_k_models.items() if path not in lost}
     best, worst = (min, max) if callback.mode == "min" else (max, min)
-    if len(scores) < len(callback.best_k_models):
+    if len(scores) < len(callback.best_k_models) or callback.kth_best_model_path in lost:
         callback.best_k_models = scores
         callback.kth_best_model_path = worst(scores, key=lambda path: scores[path], default="")
         callback.kth_value = scores.get(callback.kth_best_model_path)  # type: ignore[assignment]  # None as at first

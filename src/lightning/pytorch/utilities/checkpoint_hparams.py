@@ -1,23 +1,30 @@
 """The hyperparameters in a checkpoint file, without its tensors."""
 
+import logging
 import os
 from typing import Any
 
 import torch
 
 from lightning.fabric.storage.load import load_file, load_without_tensors
-from lightning.fabric.storage.location import is_file, locate
+from lightning.fabric.storage.location import display, is_file, locate
+
+log = logging.getLogger(__name__)
 
 _Path = str | os.PathLike[str]
 
 
 def is_checkpoint_file(path: _Path) -> bool:
-    """Whether there is a file at a local path or a URL.
+    """Whether there is a file at a local path or a URL. If nothing here can tell, a plugin may that loads it.
 
     Raises:
         OSError: The store did not answer.
     """
-    return is_file(locate(path))
+    try:
+        return is_file(locate(path))
+    except (ImportError, ValueError) as error:
+        log.debug(f"No hyperparameters are taken from {display(str(path))!r}: {error}")
+        return False
 
 
 def load_beside_tensors(path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
