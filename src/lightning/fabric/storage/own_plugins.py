@@ -14,8 +14,21 @@ def saves_at_path(saver: Any) -> bool:
     Args:
         saver: A strategy, or a checkpoint plugin; what it saves with counts as well.
     """
+    return _has_own(saver, "save_checkpoint")
+
+
+def loads_from_path(saver: Any) -> bool:
+    """Whether each checkpoint is looked for at the path that is given, and so has to be saved there to be of use.
+
+    Args:
+        saver: As for :func:`saves_at_path`.
+    """
+    return _has_own(saver, "load_checkpoint")
+
+
+def _has_own(saver: Any, method: str) -> bool:
     while saver is not None:
-        module = getattr(getattr(saver, "save_checkpoint", None), "__module__", "")
+        module = getattr(getattr(saver, method, None), "__module__", "")
         if module.partition(".")[0] not in _PACKAGES:
             return False
         if saves_shards(saver):  # by itself

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lightning.fabric.storage.duplicate import duplicate
 from lightning.fabric.storage.engine import engine_of
 from lightning.fabric.storage.location import display, is_same, is_within, kind, locate, text_of_folder
-from lightning.fabric.storage.own_plugins import saves_at_path
+from lightning.fabric.storage.own_plugins import loads_from_path, saves_at_path
 from lightning.fabric.storage.ranks import from_rank_zero, outcome_of_rank_zero
 from lightning.fabric.storage.save_queue import unconditionally
 from lightning.fabric.storage.selection import is_there, times_of_complete, without_more_names
@@ -75,7 +75,7 @@ def can_be_linked_to(trainer: "Trainer", path: str) -> bool:
     if saves_at_path(trainer.strategy):
         return True
     if engine_of(trainer.strategy.checkpoint_io) is not None:
-        return False  # it may not be there yet
+        return loads_from_path(trainer.strategy)  # it may not be there yet
     return from_rank_zero(lambda: kind(locate(path)) != "nothing")
 
 
