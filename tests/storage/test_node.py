@@ -4,6 +4,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from lightning.fabric.storage import node
+from lightning.fabric.storage import node, progress
+from lightning.fabric.storage.transport.threads import in_thread
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared between processes on Linux only")
 
@@ -107,3 +109,17 @@ def test_the_methods_that_are_known_to_read_on_every_rank_are_lightnings(fabric:
         importlib.import_module(f"{pytorch}.strategies").DDPStrategy,
     ]
     assert {f"{owner.load_checkpoint.__module__}.{owner.load_checkpoint.__qualname__}" for owner in owners} == known
+
+
+def test_to_wait_for_the_rank_that_downloads_is_progress(stack: ExitStack) -> None:
+    held, offer = make_copy(stack)
+    copy = node._open(offer, stack)
+    assert copy is not None
+    before = progress.count()
+    filled = in_thread("waits", node._is_filled, copy, "s3://bucket/x", offer)
+    end = time.monotonic() + 20
+    while progress.count() < before + 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    node.fcntl.flock(held, node.fcntl.LOCK_UN)
+    assert not filled.result(20)  # for there is nothing in it
+    assert progress.count() >= before + 2

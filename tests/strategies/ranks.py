@@ -35,7 +35,8 @@ from lightning.fabric.plugins import AsyncCheckpointIO
 from lightning.fabric.storage import replacement, stats
 from lightning.fabric.storage.background import drain
 from lightning.fabric.storage.transport import multipart, sink, stores
-from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from tests.strategies import slowness
 from tests.strategies.forks import Forks, Job, kill, numbered
 
 WIDTH = 160
@@ -125,6 +126,8 @@ def run(job: Job, rank: int, listener: socket.socket, ids: Sequence[int]) -> dic
     )
     if job["task"] == "train":
         return train(job, rank, world)
+    if job["task"] == "fit":
+        return fit(job, world)
     plugins = [AsyncCheckpointIO()] if job.get("async") else []
     fabric = Fabric(accelerator="cpu", devices=world, strategy=_strategy(job, world), plugins=plugins)
     fabric.launch()
@@ -139,7 +142,16 @@ def train(job: Job, rank: int, world: int) -> dict[str, Any]:
     return _attempt(lambda: runpy.run_path(str(WORKER), run_name="__main__"))
 
 
+def fit(job: Job, world: int) -> dict[str, Any]:
+    """Trains with DDP on a storage that is slow, see :mod:`tests.strategies.slowness`."""
+    saved: list[str] = []
+    told = _attempt(lambda: saved.extend(slowness.fit(job, world)))
+    return {**told, "saved": saved}
+
+
 def _strategy(job: Job, world: int) -> Any:
+    if job["strategy"] == "ddp":
+        return DDPStrategy()
     sharded = job["kind"] == "sharded"
     if job["strategy"] == "fsdp":
         return CPUFSDPStrategy(state_dict_type=job["kind"], auto_wrap_policy={Block})
@@ -200,6 +212,7 @@ def save(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
     if job.get("full_disk") == fabric.global_rank:  # as far as its files are concerned
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
     files = _files(job, fabric, ids)
+    slowness.begin(job, fabric.global_rank)
 
     def save_and_train() -> None:
         fabric.save(job["path"], state)
@@ -272,6 +285,7 @@ def load(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
     files = Files(os.path.dirname(job["path"]), reached, reads=True)
     if not job["path"].startswith("s3:"):
         files.count()
+    slowness.begin(job, fabric.global_rank)
     told = _attempt(lambda: fabric.load(job["path"], state))
     return {**told, "found": values_of(state) if told["error"] is None else None, "acts": files.acts}
 
@@ -325,6 +339,7 @@ def tied(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
 
 def check(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
     """Loads what is in each of several places, and saves another value there, if there is one, and loads that."""
+    slowness.begin(job, fabric.global_rank)
     return {"places": [_check(path, job.get("value"), fabric) for path in job["paths"]]}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from lightning.fabric.storage.load import load_file
 from lightning.fabric.storage.location import Location, display, is_file, is_folder, locate, shares_names
 from lightning.fabric.storage.namespace import remove_folder
 from lightning.fabric.storage.own_plugins import saves_at_path
-from lightning.fabric.storage.ranks import failures_of_ranks, from_rank_zero, is_rank_zero, outcome_of_rank_zero
+from lightning.fabric.storage.ranks import failures_of_ranks, from_rank_zero, is_rank_zero, together, unseen_explained
 from lightning.fabric.storage.replacement import remove_leftovers
 from lightning.fabric.storage.stats import reported
 from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_4
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 _Path = str | os.PathLike[str]
+_T = TypeVar("_T")
 
 
 def locate_checkpoint(path: _Path, options: Mapping[str, Any] | None = None) -> Location:
@@ -86,8 +87,9 @@ def find_checkpoint(path: _Path, weights_only: bool | None = None) -> FoundCheck
     """
     from lightning.fabric.storage import commit
 
-    drain()
     location = locate_checkpoint(path)
+    with together(f"waiting for what is saved before {display(location)} is loaded"):
+        drain()
     own: list[Metadata] = []
 
     def look() -> tuple[bytes | None, bool]:
@@ -102,7 +104,8 @@ def find_checkpoint(path: _Path, weights_only: bool | None = None) -> FoundCheck
         own.append(metadata)
         return content, False
 
-    content, is_full = from_rank_zero(look)  # its bytes, for of a large job the metadata are a million objects
+    # its bytes, for of a large job the metadata are a million objects
+    content, is_full = from_rank_zero(look, f"loading {display(location)}")
     if content is None:
         return FoundCheckpoint(location, None, is_full, weights_only)
     metadata = own[0] if own else commit.parse_metadata(content, location)
@@ -234,7 +237,7 @@ def load_metadata(path: _Path, weights_only: bool | None = None) -> Any:
     from lightning.fabric.storage import commit
 
     location, metadata = _sharded(path)
-    content = from_rank_zero(lambda: commit.read_meta(location, metadata))
+    content = from_rank_zero(lambda: commit.read_meta(location, metadata), f"loading {display(location)}")
     if content is None:
         return {}
     # of what the file's author had on an accelerator, nothing belongs on that of this rank
@@ -268,6 +271,17 @@ def load_full(path: _Path, weights_only: bool | None = None) -> Any:
     return load_file(location, map_location="cpu", weights_only=weights_only)
 
 
+def read_together(path: _Path, read: Callable[[], _T]) -> _T:
+    """What ``read`` returns, which reads from a full file on each rank; a collective call that all leave together.
+
+    Raises:
+        OSError: A rank could not read. Every rank raises it.
+    """
+    location = locate(path)
+    with together(f"loading {display(location)}"), unseen_explained(location):
+        return read()
+
+
 @contextmanager
 def saving_full(location: Location, checkpoint_io: "CheckpointIO") -> Iterator[None]:
     """For a body that saves a full state as one file on rank zero, with ``checkpoint_io``; a collective call.
@@ -278,7 +292,7 @@ def saving_full(location: Location, checkpoint_io: "CheckpointIO") -> Iterator[N
     Raises:
         OSError: On the other ranks, if the body failed on rank zero; of the same type where it is a built-in one.
     """
-    with outcome_of_rank_zero():
+    with together(f"saving {display(location)}"):
         yield
         if is_rank_zero():
             engine = engine_of(checkpoint_io)

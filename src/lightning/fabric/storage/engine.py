@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning.fabric.storage.channel import Channel
 from lightning.fabric.storage.host_memory import ALIGNMENT
-from lightning.fabric.storage.location import Location
+from lightning.fabric.storage.location import Location, display
 from lightning.fabric.storage.own_plugins import saves_shards
 from lightning.fabric.storage.ranks import failures_of_ranks, from_rank_zero
 from lightning.fabric.storage.save_queue import OnError, Queue, Save, may_skip
@@ -54,8 +55,8 @@ class Engine:
         #: Optimizers that have taken a step before there was anything to save.
         self._stepped: list[Optimizer] = []
         #: Of the ranks, for the background, and the group of training that it belongs to.
-        self._group: ProcessGroup | None = None
-        self._group_of: ProcessGroup | None = None
+        self._channel: Channel | None = None
+        self._channel_of: ProcessGroup | None = None
         self._plans: Plans | None = None
 
     def set_up(self) -> None:
@@ -63,9 +64,9 @@ class Engine:
         if not _distributed_is_initialized():
             return
         world = torch.distributed.group.WORLD
-        if self._group is None or self._group_of is not world:
-            self._group = torch.distributed.new_group(backend="gloo")
-            self._group_of = world
+        if self._channel is None or self._channel_of is not world:
+            self._channel = Channel(in_background=True)
+            self._channel_of = world
 
     def save(self, obj: Any, location: Location, write: Callable[[Any], None]) -> None:
         """Saves one file.
@@ -108,11 +109,12 @@ class Engine:
         if isinstance(location, Path):
             location = location.absolute()  # training may change the working folder
         save = Save(location, next(_numbers))
-        if self._skips and may_skip() and not from_rank_zero(lambda: self._queue.has_room):
+        doing = f"saving {display(location)}"
+        if self._skips and may_skip() and not from_rank_zero(lambda: self._queue.has_room, doing):
             self._queue.skip(save)
             return
         plans = self._plans = self._plans or Plans()
-        meeting = Meeting(self._group)
+        meeting = Meeting(self._channel)
         self.is_warm = True
         with reporting(save.report):
             with stage("wait"):

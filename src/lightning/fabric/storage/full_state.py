@@ -17,8 +17,8 @@ from typing_extensions import override
 from lightning.fabric.storage import checkpoints
 from lightning.fabric.storage.checksums import Record
 from lightning.fabric.storage.load import OpenedFile, load_without_tensors
-from lightning.fabric.storage.location import Location, Url, locate, options_of
-from lightning.fabric.storage.ranks import failures_of_ranks, outcome_of_ranks
+from lightning.fabric.storage.location import Location, Url, display, locate, options_of
+from lightning.fabric.storage.ranks import failures_of_ranks, together, unseen_explained
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 
 if TYPE_CHECKING:
@@ -55,8 +55,9 @@ def load_full(path: Any, weights_only: bool | None = None, apart: Collection[str
     location = locate(path)
     if not _distributed_is_initialized() or torch.distributed.get_world_size() == 1:
         return checkpoints.load_full(location, weights_only)
-    with outcome_of_ranks():
-        loaded = load_without_tensors(location, weights_only)
+    with together(f"loading {display(location)}"):
+        with unseen_explained(location):
+            loaded = load_without_tensors(location, weights_only)
         if loaded is None or _mark(loaded.obj, loaded.file) != loaded.storages:
             return checkpoints.load_full(location, weights_only)
     if apart is None:

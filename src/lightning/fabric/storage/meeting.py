@@ -2,34 +2,30 @@
 
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
+from lightning.fabric.storage.channel import Channel, training_channel
 from lightning.fabric.storage.ranks import portable
-from lightning.fabric.utilities.distributed import _distributed_is_initialized
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
 class Meeting:
-    """The ranks of a process group, or this process alone if there is none.
+    """The ranks of a job, or this process alone.
 
     Args:
-        group: All ranks of the job. None for the group that training uses. A thread of its own needs a group of its
-            own, for what two threads ask of one group could come in another order on another rank.
+        channel: Of all ranks. None for that of the thread that trains. Another thread needs another one, for what two
+            threads ask of one could come in another order on another rank.
     """
 
-    def __init__(self, group: "ProcessGroup | None" = None) -> None:
-        self._group = group
-        self._distributed = _distributed_is_initialized()
-        self.rank = torch.distributed.get_rank(group) if self._distributed else 0
-        self.world_size = torch.distributed.get_world_size(group) if self._distributed else 1
+    def __init__(self, channel: Channel | None = None) -> None:
+        self._channel = channel or training_channel()
+        self.rank = self._channel.rank
+        self.world_size = self._channel.world_size
         #: Why this rank has failed: what :meth:`hold` raises is what all ranks raise.
         self.error: BaseException | None = None
 
@@ -49,25 +45,28 @@ class Meeting:
         Raises:
             CheckpointException: One of the functions failed on a rank. Every rank raises it, with all reasons.
         """
-        said = self._attempt(mine)
-        all_said = self._gather(said)
-        answers: list[Any] = []
-        if self.is_coordinator:
-            failures = {rank: one for rank, one in enumerate(all_said) if isinstance(one, _Failure)}
-            if not failures:
-                decided = self._attempt(lambda: decide(cast(list[_T], all_said)))
-                if isinstance(decided, _Failure):
-                    failures = {0: decided}
-                else:
-                    answers = decided
-            if failures:
-                answers = [_Failures(failures)] * self.world_size
-        answer = self._scatter(answers)
+        channel = self._channel
+        with channel.talking():
+            with channel.working(what):
+                said = self._attempt(mine)
+            all_said = self._gather(said)
+            with channel.working(what):
+                answers = self._decide(all_said, decide) if self.is_coordinator else []
+            answer = self._scatter(answers)
         if isinstance(answer, _Failures):
             raise CheckpointException(
                 what, {rank: (failure.error, failure.stack) for rank, failure in answer.of_ranks.items()}
             )
         return cast(_R, answer)
+
+    def _decide(self, all_said: list[Any], decide: Callable[[list[_T]], list[_R]]) -> list[Any]:
+        failures = {rank: one for rank, one in enumerate(all_said) if isinstance(one, _Failure)}
+        if not failures:
+            decided = self._attempt(lambda: decide(cast(list[_T], all_said)))
+            if not isinstance(decided, _Failure):
+                return decided
+            failures = {0: decided}
+        return [_Failures(failures)] * self.world_size
 
     def _attempt(self, function: Callable[[], _T]) -> "_T | _Failure":
         try:
@@ -77,17 +76,17 @@ class Meeting:
             return _Failure(portable(error), traceback.extract_tb(error.__traceback__))
 
     def _gather(self, said: Any) -> list[Any]:
-        if not self._distributed:
+        if self._channel.group is None:
             return [said]
         all_said = [None] * self.world_size if self.is_coordinator else None
-        torch.distributed.gather_object(said, all_said, dst=0, group=self._group)
+        torch.distributed.gather_object(said, all_said, dst=0, group=self._channel.group)
         return all_said or []
 
     def _scatter(self, answers: list[Any]) -> Any:
-        if not self._distributed:
+        if self._channel.group is None:
             return answers[0]
         answer: list[Any] = [None]
-        torch.distributed.scatter_object_list(answer, answers or None, src=0, group=self._group)
+        torch.distributed.scatter_object_list(answer, answers or None, src=0, group=self._channel.group)
         return answer[0]
 
 

@@ -21,9 +21,12 @@ from typing import IO, Any, NamedTuple, TypeVar, cast
 import torch
 from fsspec.utils import get_protocol
 
+from lightning.fabric.storage import progress
 from lightning.fabric.storage.load import open_checkpoint
 from lightning.fabric.storage.location import Location, display, locate
+from lightning.fabric.storage.ranks import together_in, unseen_explained
 from lightning.fabric.storage.transport.reader import RangedFile
+from lightning.fabric.storage.transport.threads import in_thread, wait_until_done
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.types import _PATH
 
@@ -90,7 +93,13 @@ def one_download_per_node(strategy: Any, path: _PATH, weights_only: bool | None)
             the reason is a common one, such as ``FileNotFoundError``.
     """
     with ExitStack() as stack:
-        copy = _copy(locate(path), stack) if _reads_on_every_rank(strategy) else None
+        # the next collective call, whose time is limited, comes when all ranks have loaded
+        location = locate(path)
+        stack.enter_context(together_in(strategy, f"loading {display(location)}"))
+        copy = None
+        if _reads_on_every_rank(strategy):
+            stack.enter_context(unseen_explained(location))
+            copy = _copy(location, stack)
         if copy is None:
             yield path, weights_only
         else:
@@ -102,7 +111,7 @@ def one_download_per_node(strategy: Any, path: _PATH, weights_only: bool | None)
             except (RuntimeError, pickle.UnpicklingError) as error:  # of a damaged file, which name it
                 if place not in str(error):
                     raise
-                raise type(error)(str(error).replace(place, display(locate(path)))) from error
+                raise type(error)(str(error).replace(place, display(location))) from error
 
 
 def _reads_on_every_rank(strategy: Any) -> bool:
@@ -234,7 +243,10 @@ def _read(source: IO[bytes], view: memoryview) -> None:
 
 def _is_filled(copy: IO[bytes], location: Location, leader: _Offer) -> bool:
     """Waits for the leader. False if it ended without a result."""
-    fcntl.flock(copy, fcntl.LOCK_SH)
+    # that the leader gets on is for the leader to tell, and others may wait for this rank
+    locked = in_thread("checkpoint-wait", fcntl.flock, copy, fcntl.LOCK_SH)
+    wait_until_done(locked, progress.made)
+    locked.result()
     if not fcntl.fcntl(copy, fcntl.F_GET_SEALS) & fcntl.F_SEAL_GROW:
         log.warning(f"The rank that was to download {display(location)} for this one did not: it downloads for itself")
         return False

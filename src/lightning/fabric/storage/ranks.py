@@ -5,11 +5,13 @@ import pickle
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 
+from lightning.fabric.storage.channel import RankGone, training_channel
 from lightning.fabric.storage.location import Location, display, display_about
 from lightning.fabric.storage.transport.sink import GivenUp
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
@@ -32,66 +34,46 @@ def is_rank_zero() -> bool:
 
 
 @contextmanager
-def outcome_of_rank_zero() -> Iterator[None]:
-    """Raises on every rank if the body failed on rank zero; else the others would wait for it in the next barrier."""
-    failed: Exception | None = None
+def unseen_explained(location: Location) -> Iterator[None]:
+    """For a body that reads a local file, which rank zero may see, or have saved, on another node."""
     try:
         yield
-    except Exception as error:
-        failed = error
-    if _distributed_is_initialized():
-        told = [_told(0, failed)]
-        torch.distributed.broadcast_object_list(told, src=0)
-        if failed is None and told[0] is not None:
-            raise told[0]
-    if failed is not None:
-        raise failed
+    except FileNotFoundError as error:
+        if is_rank_zero() or not isinstance(location, Path):
+            raise
+        raise FileNotFoundError(
+            f"{error}. This is rank {torch.distributed.get_rank()}: does its node share the folder with that of rank"
+            " zero? If not, use a file system that all nodes share, or a URL"
+        ) from error
 
 
-def from_rank_zero(look: Callable[[], _T]) -> _T:
+def together(doing: str) -> AbstractContextManager[None]:
+    """For a body in which the ranks of training work for long, each by itself; see :meth:`.Channel.together`.
+
+    It is called in the thread that trains.
+    """
+    return training_channel().together(doing)
+
+
+def together_in(strategy: Any, doing: str) -> AbstractContextManager[None]:
+    """As :func:`together`, unless the ranks that there are do not belong to one job of ``strategy``."""
+    ranks = torch.distributed.get_world_size() if _distributed_is_initialized() else 1
+    return together(doing) if ranks == getattr(strategy, "world_size", 1) else nullcontext()
+
+
+def from_rank_zero(look: Callable[[], _T], doing: str) -> _T:
     """What a function returns on rank zero, for every rank; a collective call. If it fails there, every rank fails.
 
     Raises:
         OSError: On the other ranks, if the function failed; of the same type where it is a built-in one.
     """
-    found: list[Any] = [None]
-    with outcome_of_rank_zero():
-        if is_rank_zero():
-            found = [look()]
-    if _distributed_is_initialized():
-        torch.distributed.broadcast_object_list(found, src=0)
-    return cast(_T, found[0])
-
-
-@contextmanager
-def outcome_of_ranks() -> Iterator[None]:
-    """Raises on every rank if the body, in which nothing is collective, failed on one; a collective call.
-
-    Else the others would wait for that one in the next collective call.
-
-    Raises:
-        OSError: The body failed on another rank; of the same type where it is a built-in one.
-    """
-    failed: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failed = error
-    told: list[OSError | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(told, _told(torch.distributed.get_rank(), failed))
-    if failed is not None:
-        raise failed
-    for other in told:
-        if other is not None:
-            raise other
-
-
-def _told(rank: int, failed: Exception | None) -> OSError | None:
-    """What other ranks are told of a failure: a built-in type, for any other may not be picklable."""
-    if failed is None:
-        return None
-    kind = type(failed) if isinstance(failed, OSError) and type(failed).__module__ == "builtins" else OSError
-    return kind(f"rank {rank}: {type(failed).__name__}: {display(str(failed))}")
+    channel = training_channel()
+    found = None
+    with channel.talking():
+        with channel.working(doing):
+            if channel.rank == 0:
+                found = look()
+        return cast(_T, channel.broadcast(found))
 
 
 @contextmanager
@@ -118,9 +100,12 @@ def failures_of_ranks(verb: str, location: Location, worker: Any) -> Iterator[No
             raise _failure(verb, location, failures) from (None if explained else error)
         if own is not None and not isinstance(own, PeerFailed):
             raise own from None
+        if isinstance(error, TimeoutError):
+            raise TimeoutError(f"Could not {verb} the sharded checkpoint {display(location)}: {error}") from error
+        cause = error.__cause__ if isinstance(error, RankGone) else error
         raise RuntimeError(
             f"Could not {verb} the sharded checkpoint {display(location)}: another rank is gone, or cannot be reached"
-            f" ({type(error).__name__}: {error})"
+            f" ({type(cause).__name__}: {cause})"
         ) from error
 
 

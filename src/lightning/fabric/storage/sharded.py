@@ -21,7 +21,7 @@ from lightning.fabric.storage.location import Location, beside, display, is_file
 from lightning.fabric.storage.meeting import Meeting
 from lightning.fabric.storage.namespace import remove_file, remove_if_empty
 from lightning.fabric.storage.plans import Plans, Shard, size_of
-from lightning.fabric.storage.ranks import PeerFailed, Peers, portable
+from lightning.fabric.storage.ranks import PeerFailed, Peers, portable, together, unseen_explained
 from lightning.fabric.storage.reads import read_plan
 from lightning.fabric.storage.records import RecordWriter, is_plain, memory_of
 from lightning.fabric.storage.replacement import remove_leftovers, replace_by_folder
@@ -141,7 +141,8 @@ class ShardWriter:
 
     def _take_reports(self, reports: list[Report]) -> list[None]:
         self._reports = reports
-        count_bytes(sum(file.size for report in reports[1:] for file in report.files.values()))
+        others = {name: file for report in reports[1:] for name, file in report.files.items()}
+        count_bytes(sum(file.size for file in others.values()))
         return [None] * len(reports)
 
     def _commit(self, joint: Joint | None, meta: Any, world_size: int) -> list[None]:
@@ -267,11 +268,15 @@ class ShardReader(StorageReader):
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        try:
-            read_plan(self._location, self._metadata, plan, planner)
-        except BaseException as error:
-            self.error = error
-            raise portable(error) from error
+        # all leave this together, for what torch does next is a collective call whose time is limited
+        with together(f"loading {display(self._location)}"):
+            try:
+                with unseen_explained(self._location):
+                    read_plan(self._location, self._metadata, plan, planner)
+            except BaseException as error:
+                self.error = error
+        if self.error is not None:
+            raise portable(self.error) from self.error
         done: Future[None] = Future()
         done.set_result(None)
         return done

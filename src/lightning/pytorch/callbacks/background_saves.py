@@ -9,7 +9,7 @@ of a save.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 from weakref import proxy
@@ -17,7 +17,7 @@ from weakref import proxy
 from lightning.fabric.storage import background
 from lightning.fabric.storage.engine import engine_of, saves_here, states_of
 from lightning.fabric.storage.location import display, locate
-from lightning.fabric.storage.ranks import outcome_of_rank_zero
+from lightning.fabric.storage.ranks import together_in
 from lightning.fabric.storage.save_queue import unconditionally, watching, without_skipping
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.pytorch.callbacks.checkpoint_history import History, Record, changes_since, only_durable, paths_in, undo
@@ -82,19 +82,21 @@ def _are_steps_together(trainer: "Trainer") -> bool:
 
 def _settle_together(trainer: "Trainer") -> None:
     told = trainer.strategy.broadcast(background.news())
+    _settle_and_agree(trainer, lambda: None if told is None else background.settle_up_to(told))
+
+
+def _settle_and_agree(trainer: "Trainer", settle: Callable[[], None]) -> None:
+    """Raises what ``settle`` does when the fields of all callbacks say what became of the saves."""
+    doing = "waiting for what is saved in the background"
     failed: Exception | None = None
-    try:
-        if told is not None:
-            background.settle_up_to(told)
-    except Exception as error:
-        failed = error
-    _agree_and_raise(trainer, failed)
-
-
-def _agree_and_raise(trainer: "Trainer", failed: Exception | None) -> None:
+    with together_in(trainer.strategy, doing):
+        try:
+            settle()
+        except Exception as error:
+            failed = error
     for callback in _with_history(trainer):
         _agree(callback, trainer)
-    with outcome_of_rank_zero():
+    with together_in(trainer.strategy, doing):
         if failed is not None:
             raise failed
 
@@ -266,15 +268,25 @@ def remove(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> None:
     """
     last = _history(callback).last if _saves_in_background(trainer) and callback.save_last == "link" else None
     if last is None or last.outcome:
-        trainer.strategy.remove_checkpoint(path)
+        waits = (
+            nullcontext() if _saves_in_background(trainer) else together_in(trainer.strategy, "removing a checkpoint")
+        )
+        with waits:
+            trainer.strategy.remove_checkpoint(path)
     elif last.outcome is None:
         last.removals.append(path)
 
 
-def will_exist(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> bool:
-    """Whether there is a checkpoint at ``path``, when all saves and removals have succeeded."""
-    answer = background.will_exist(path)
-    return is_saved(callback, trainer, path) if answer is None else answer
+def file_exists(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> bool:
+    """Whether there is a checkpoint at ``path``, when all saves and removals have succeeded; a collective call.
+
+    Rank zero looks.
+    """
+    with together_in(trainer.strategy, f"looking for {display(path)}"):
+        exists = trainer.is_global_zero and background.will_exist(path)
+        if exists is None:
+            exists = is_saved(callback, trainer, path)
+    return trainer.strategy.reduce_boolean_decision(exists, all=False)
 
 
 def drain(trainer: "Trainer") -> None:
@@ -285,12 +297,14 @@ def drain(trainer: "Trainer") -> None:
     """
     if not _saves_in_background(trainer):
         return
-    failed: Exception | None = None
-    try:
-        background.drain()
-    except Exception as error:
-        failed = error
-    _agree_and_raise(trainer, failed)
+    _settle_and_agree(trainer, background.drain)
+
+
+def finalize(trainer: "Trainer") -> None:
+    """Has each logger write what it has kept, as some rank's do; a collective call."""
+    with together_in(trainer.strategy, "writing logs"):
+        for logger in trainer.loggers:
+            logger.finalize("success")
 
 
 def drain_and_log() -> None:

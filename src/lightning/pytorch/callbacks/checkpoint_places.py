@@ -12,7 +12,7 @@ from lightning.fabric.storage.duplicate import duplicate
 from lightning.fabric.storage.engine import engine_of
 from lightning.fabric.storage.location import display, is_same, is_within, kind, locate, text_of_folder
 from lightning.fabric.storage.own_plugins import loads_from_path, saves_at_path
-from lightning.fabric.storage.ranks import from_rank_zero, outcome_of_rank_zero
+from lightning.fabric.storage.ranks import from_rank_zero, together_in
 from lightning.fabric.storage.save_queue import unconditionally
 from lightning.fabric.storage.selection import is_there, times_of_complete, without_more_names
 from lightning.fabric.storage.selection import paths_in as paths_in_folder
@@ -76,7 +76,7 @@ def can_be_linked_to(trainer: "Trainer", path: str) -> bool:
         return True
     if engine_of(trainer.strategy.checkpoint_io) is not None:
         return loads_from_path(trainer.strategy)  # it may not be there yet
-    return from_rank_zero(lambda: kind(locate(path)) != "nothing")
+    return from_rank_zero(lambda: kind(locate(path)) != "nothing", f"looking for {display(path)}")
 
 
 def times_of_last(trainer: "Trainer", candidates: Iterable[str | None]) -> dict[str, float]:
@@ -125,6 +125,14 @@ def make_link(path: str, link: str) -> None:
     os.replace(beside, link)
 
 
+def link_checkpoint(trainer: "Trainer", path: str, link: str) -> None:
+    """As :func:`make_link`, by rank zero; a collective call."""
+    with together_in(trainer.strategy, f"linking to {display(path)}"):
+        if trainer.is_global_zero:
+            make_link(path, link)
+    trainer.strategy.barrier()
+
+
 def detach(path: str) -> None:
     """Removes a link to a neighbour, as :func:`make_link` makes it: a save through it would end in that checkpoint."""
     if isinstance(locate(path), Path) and os.path.islink(path) and not os.path.dirname(os.readlink(path)):
@@ -147,7 +155,8 @@ def copy_as_last(callback: "ModelCheckpoint", trainer: "Trainer", path: str, is_
     engine = engine_of(trainer.strategy.checkpoint_io)
     if engine is None:
         # in the profiler's report; it is no save of its own
-        with reporting(SaveReport(locate(path))), stage("link"), outcome_of_rank_zero():
+        doing = f"copying {display(target)} to {display(path)}"
+        with reporting(SaveReport(locate(path))), stage("link"), together_in(trainer.strategy, doing):
             if trainer.is_global_zero:
                 duplicate(target, path)
     elif trainer.is_global_zero:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from lightning.fabric.storage.location import display, display_about
 from lightning.fabric.storage.own_plugins import saves_at_path
+from lightning.fabric.storage.ranks import together_in
 from lightning.fabric.storage.remembered import why_lost
 from lightning.pytorch.callbacks.checkpoint_places import is_in_folder
 from lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
@@ -32,8 +33,9 @@ def forget_lost_checkpoints(trainer: "Trainer") -> None:
         return
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            lost = trainer.strategy.broadcast(_lost(callback) if trainer.is_global_zero else set())
-            _forget(callback, lost)
+            with together_in(trainer.strategy, "looking which checkpoints are still there"):
+                lost = _lost(callback) if trainer.is_global_zero else set()
+            _forget(callback, trainer.strategy.broadcast(lost))
 
 
 def _lost(callback: ModelCheckpoint) -> set[str]:

@@ -13,6 +13,7 @@ from typing import IO, cast
 
 from fsspec import AbstractFileSystem
 
+from lightning.fabric.storage import progress
 from lightning.fabric.storage.advice import about_bucket, about_credentials, about_endpoint, about_expiry
 from lightning.fabric.storage.buckets import is_zonal
 from lightning.fabric.storage.credentials import keep_current, place_of
@@ -225,6 +226,7 @@ class _Named:
         try:
             with self._room:
                 self._source.read_into(start, view)
+            progress.made()
             return
         except Exception as error:
             failed = error

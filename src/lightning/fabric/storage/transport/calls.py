@@ -7,6 +7,7 @@ from typing import Any
 
 from fsspec.asyn import AsyncFileSystem
 
+from lightning.fabric.storage import progress
 from lightning.fabric.storage.transport.threads import wait_until_done
 
 #: How long to wait until a cancelled call has let go of its connection.
@@ -40,6 +41,7 @@ class Call:
         elif (error := task.exception()) is not None:
             self._outcome.set_exception(error)
         else:
+            progress.made()
             self._outcome.set_result(task.result())
 
     def result(self, timeout: float | None = None, idle: Callable[[], None] | None = None) -> Any:

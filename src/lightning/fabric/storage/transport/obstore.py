@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fsspec import AbstractFileSystem
 
+from lightning.fabric.storage import progress
 from lightning.fabric.storage.transport.multipart import (
     TOKEN,
     Parts,
@@ -284,6 +285,7 @@ class _Upload:
             for at in range(0, len(piece), self._part_size):
                 self._check_given_up()
                 writer.write(piece[at : at + self._part_size])
+                progress.made()
 
     def _all_pieces(self) -> Iterator[memoryview]:
         assert self._held is not None

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from lightning.fabric.storage import progress
+
 #: No single write is larger: HDFS refuses one above 2 GB, and its client dies of one above 1 GB.
 _LARGEST_WRITE = 16 * 2**20
 #: Smaller writes are collected until they are as large. To pass each on by itself costs more than to copy it.
@@ -76,6 +78,7 @@ class Sink(io.RawIOBase):
                     piece = rest[at : at + _LARGEST_WRITE]
                     written = self._file.write(bytes(piece) if self._copies else piece)
                     at += len(piece) if written is None else written
+                    progress.made()
             except BaseException as error:
                 self.error = self.error or error
                 raise
