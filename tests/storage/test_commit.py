@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning.fabric.storage import checkpoints, commit, consolidate, verify
-from lightning.fabric.storage.checksums import records_of
+from lightning.fabric.storage.checksums import FileRecords, Record, records_of
 from lightning.fabric.storage.location import Location, locate
 from lightning.fabric.storage.ranks import failures_of_ranks
 from lightning.fabric.storage.selection import why_incomplete
@@ -352,6 +352,14 @@ def test_where_a_file_was_the_checkpoint_is_in_its_place_without_meta_pt(
         save(tmp_path / "last.ckpt", 1)
     assert load(tmp_path / "last.ckpt") == 1
     assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_what_a_network_file_system_shows_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[dict[str, int]] = [{}, {"a": 1}, {"a": 3}]
+    monkeypatch.setattr(commit, "sizes_of_files", lambda folder: looks.pop(0))
+    monkeypatch.setattr(commit, "_LOOK_S", 0.01)
+    commit.await_files(tmp_path, {"a": FileRecords.of([Record(0, 3, 0, 3, b"")])})
+    assert looks == []
 
 
 def test_an_interruption_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 import pytorch_lightning  # noqa: F401
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import AsyncCheckpointIO
-from lightning.fabric.storage import replacement, stats
+from lightning.fabric.storage import commit, replacement, stats
 from lightning.fabric.storage.background import drain
 from lightning.fabric.storage.transport import multipart, sink, stores
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
@@ -124,6 +124,9 @@ def run(job: Job, rank: int, listener: socket.socket, ids: Sequence[int]) -> dic
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30)
     )
+    if "folders" in job:
+        os.chdir(job["folders"][rank])
+        commit.LAG_S = job["lag_s"]
     if job["task"] == "train":
         return train(job, rank, world)
     if job["task"] == "fit":

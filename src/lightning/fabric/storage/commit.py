@@ -21,6 +21,7 @@ import logging
 import pickle
 import re
 import secrets
+import time
 import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,11 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata  # not every build of PyTorch has it
 
 log = logging.getLogger(__name__)
+
+#: How long, in seconds, a shared file system may take to show one node what another one has written. NFS clients keep
+#: what they know of a folder for up to a minute.
+LAG_S = 65.0
+_LOOK_S = 0.5
 
 SHARD_SUFFIX = ".distcp"
 _FORMAT = 2
@@ -70,6 +76,38 @@ def describe(metadata: "Metadata", meta: str | None, files: Mapping[str, FileRec
     """
     described = {name: file._asdict() for name, file in files.items()}
     metadata.lightning = {"format": _FORMAT, "meta": meta, "files": described}  # type: ignore[attr-defined]
+
+
+def await_files(folder: Location, files: Mapping[str, FileRecords]) -> None:
+    """Looks whether all that ranks have written is in the folder as this rank, which is going to commit, sees it.
+
+    Ranks of several nodes may each have a folder of that name on a disk of their own. What a store that has no folders
+    has acknowledged is there for all.
+
+    Raises:
+        OSError: A file is not there, or has another size, also after :data:`LAG_S`.
+    """
+    if shares_names(folder):
+        return
+    wanted = {name: file.size for name, file in files.items()}
+    end = time.monotonic() + LAG_S
+    while True:
+        try:
+            sizes = sizes_of_files(folder)
+        except PermissionError as error:  # there are roles that may write, but not list
+            log.warning(f"Cannot look whether {display(folder)} has the files of all ranks ({error})")
+            return
+        unseen = sorted(name for name, size in wanted.items() if name not in sizes or sizes[name] not in (size, None))
+        if not unseen:
+            return
+        if time.monotonic() > end:
+            more = f" and {len(unseen) - 1} more files" if len(unseen) > 1 else ""
+            raise OSError(
+                f"{display(join(folder, unseen[0]))}{more} was written by another rank, and is not there for rank zero:"
+                " the folder is not one that all nodes share, but each has one of that name. To save a sharded"
+                " checkpoint, use a file system that all nodes share, or a URL"
+            )
+        time.sleep(min(_LOOK_S, LAG_S))
 
 
 def write_metadata(location: Location, metadata: "Metadata") -> None:

@@ -142,6 +142,8 @@ class ShardWriter:
     def _take_reports(self, reports: list[Report]) -> list[None]:
         self._reports = reports
         others = {name: file for report in reports[1:] for name, file in report.files.items()}
+        if others:
+            commit.await_files(self._folder, others)
         count_bytes(sum(file.size for file in others.values()))
         return [None] * len(reports)
 
