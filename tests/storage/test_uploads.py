@@ -10,6 +10,7 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -569,3 +570,12 @@ def test_a_status_counts_however_a_client_carries_it(status: int, transient: boo
         wrapped = OSError("the store is busy")
         wrapped.__cause__ = ClientError(**attributes)
         assert retry.is_transient(wrapped) is transient
+
+
+def test_the_collector_sends_nothing_of_a_file_that_was_given_up() -> None:
+    pieces: list[memoryview] = []
+    sink = PieceSink(SimpleNamespace(write=pieces.append))
+    sink.write(b"the beginning")
+    del sink
+    gc.collect()
+    assert pieces == []

@@ -86,6 +86,13 @@ class Sink(io.RawIOBase):
                 self._position += at
             return at
 
+    def __del__(self) -> None:
+        """Does not close the file, which would flush it, unlike that of other files.
+
+        What is collected has been given up: it must not be sent, least of all when the interpreter ends, and there can
+        be no more threads.
+        """
+
 
 class PieceSink(Sink):
     """Passes on pieces which stay valid for as long as their receiver keeps them, and copies as little as that takes.
