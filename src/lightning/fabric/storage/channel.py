@@ -147,7 +147,8 @@ class Channel:
         self._is_sound = False
         self._interruption = rounds.finish(_FAILED if failed else _DONE) or self._interruption
         if (error := rounds.outcome.exception()) is not None:
-            raise RankGone(f"Another rank is gone, or cannot be reached ({type(error).__name__}: {error})") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise RankGone(f"Another rank is gone, or cannot be reached ({rounds.doing}; {reason})") from error
         if stuck := rounds.which(_STUCK):
             seconds = self.patience.total_seconds()
             raise TimeoutError(f"rank {stuck} has made no progress for {seconds:.0f} seconds ({rounds.doing})")

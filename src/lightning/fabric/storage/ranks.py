@@ -1,6 +1,7 @@
 """What the ranks of a job tell each other of a failure, so that none waits for one that has given up."""
 
 import logging
+import os
 import pickle
 import re
 import time
@@ -59,6 +60,11 @@ def together_in(strategy: Any, doing: str) -> AbstractContextManager[None]:
     """As :func:`together`, unless the ranks that there are do not belong to one job of ``strategy``."""
     ranks = torch.distributed.get_world_size() if _distributed_is_initialized() else 1
     return together(doing) if ranks == getattr(strategy, "world_size", 1) else nullcontext()
+
+
+def saving_together(strategy: Any, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+    """As :func:`together_in`, for a body that saves a checkpoint."""
+    return together_in(strategy, f"saving {display(os.fspath(path))}")
 
 
 def from_rank_zero(look: Callable[[], _T], doing: str) -> _T:
