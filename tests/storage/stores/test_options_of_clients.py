@@ -12,8 +12,9 @@ from google.oauth2.credentials import Credentials
 from s3fs import S3FileSystem
 
 from lightning.fabric.storage import transport
+from lightning.fabric.storage.transport import multipart
 from lightning.fabric.storage.transport.stores import azure, common, gcs, s3
-from tests.storage.stores.recorder import Recorder
+from tests.storage.stores.recorder import Answer, Recorder, Request
 
 MIB = 2**20
 CLIENTS = {"s3fs": (S3FileSystem, s3), "gcsfs": (ExtendedGcsFileSystem, gcs), "adlfs": (AzureBlobFileSystem, azure)}
@@ -72,3 +73,23 @@ def test_parts_have_the_size_that_an_option_says(
         file.write(bytes(13 * MIB))
     (parts,) = [parts for parts in tls_records.parts.values() if parts]
     assert sorted(map(len, parts.values())) == [MIB, 6 * MIB, 6 * MIB]
+
+
+def test_parts_are_named_with_their_checksums_where_an_option_asks_for_some(
+    records: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(request: Request) -> Answer | None:
+        return (200, {"x-amz-checksum-sha256": f"sum{number}"}) if (number := request.query.get("partNumber")) else None
+
+    records.rule = answer
+    records.parts["bucket/x"] = {"1": b"", "2": b""}
+    keys = {"endpoint_url": records.url, "key": "a", "secret": "b", "skip_instance_cache": True}
+    fs = S3FileSystem(**keys, s3_additional_kwargs={"ChecksumAlgorithm": "SHA256"})
+    monkeypatch.setattr(transport, "filesystem", lambda url: (fs, "bucket/x"))
+    monkeypatch.setattr(multipart, "SMALLEST_PART", 5 * MIB)
+    with transport.open_writer("s3://bucket/x") as file:
+        file.write(bytes(6 * MIB))
+    (completion,) = [
+        request for request in records.requests if request.method == "POST" and "uploadId" in request.query
+    ]
+    assert re.findall(b"<ChecksumSHA256>(.*?)<", completion.body) == [b"sum1", b"sum2"]
