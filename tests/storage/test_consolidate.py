@@ -240,6 +240,8 @@ def test_the_fabric_command_takes_urls_and_files_that_are_not_there_yet(bucket: 
     assert CliRunner().invoke(cli._main, arguments).exit_code == 0
     assert_same(load_file(f"{bucket.url}/y.ckpt"), {"model": {"w": torch.ones(3)}, "epoch": 1})
     assert CliRunner().invoke(cli._main, arguments).exit_code == 1  # it is there now
+    missing = ["consolidate", f"{bucket.url}/missing"]
+    assert CliRunner().invoke(cli._main, missing).exit_code == 2  # as of stock's command
     wrong = CliRunner().invoke(cli._main, ["consolidate", f"{bucket.url}/x.ckpt", "--out", "z"])
     assert wrong.exit_code == 2
     assert "--out" in wrong.output

@@ -13,23 +13,31 @@ from lightning.fabric.storage.location import Location, beside, display, display
 log = logging.getLogger(__name__)
 
 
-def checked_arguments(folder: str, output: str | None) -> Namespace:
+def checked_arguments(folder: str, output: str | None, code_if_missing: int = 1) -> Namespace:
     """What the commands for consolidation are given, if it makes sense; else the process ends with the exit code 1.
 
     Args:
         folder: A local path or a URL of any fsspec protocol.
         output: The same for the file, or None for the name of the folder with ``.consolidated``.
+        code_if_missing: The exit code if there is no such folder.
     """
+    code = 1
     try:
         location = locate(folder)
         target = beside(location, ".consolidated") if output is None else locate(output)
         problem = _problem_of(location, target)
+    except _NoFolder as error:
+        problem, code = str(error), code_if_missing
     except Exception as error:  # clients of stores raise what they like
         problem = _told(error, folder, output or folder)
     if problem:
         log.error(problem)
-        sys.exit(1)
+        sys.exit(code)
     return Namespace(checkpoint_folder=location, output_file=target)
+
+
+class _NoFolder(Exception):
+    """There is nothing to consolidate."""
 
 
 def _problem_of(location: Location, target: Location) -> str:
@@ -37,7 +45,7 @@ def _problem_of(location: Location, target: Location) -> str:
     if found.is_full:
         return f"The checkpoint to consolidate has to be a folder of shards, and there is a file: {found}"
     if found.metadata is None and kind(location) == "nothing":
-        return f"The checkpoint folder does not exist: {found}"
+        raise _NoFolder(f"The checkpoint folder does not exist: {found}")
     if found.metadata is None:
         return f"There is no sharded checkpoint that Lightning has saved in the folder {found}"
     if kind(target) != "nothing":
