@@ -57,6 +57,7 @@ _LACK_OF_CREDENTIALS = (
     *("DefaultCredentialsError", "RefreshError"),
     *("ClientAuthenticationError", "CredentialUnavailableError"),
 )
+_UNKNOWN_METHOD = 405
 _NO_SUCH_RANGE = 416
 _KINDS_BY_STATUS = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
 
@@ -248,6 +249,8 @@ def _failure(verb: str, location: Location, cause: BaseException) -> OSError:
     status = next((status for error in chain(cause) if (status := status_of(error)) is not None), 0)
     by_status = PermissionError if have_expired(cause) else _KINDS_BY_STATUS.get(status, OSError)
     kind: type[OSError] = next((kind for kind in _KINDS if isinstance(cause, kind)), by_status)
+    if status == _UNKNOWN_METHOD:
+        kind = OSError  # which s3fs takes for a lack of permission
     reason = display_about(str(cause), location).rstrip(".")
     if not isinstance(cause, OSError) or not reason:
         reason = f"{type(cause).__name__}: {reason}"
