@@ -98,16 +98,38 @@ class FileRecords(NamedTuple):
 
 
 def records_of(described: Mapping[str, Any]) -> list[Record]:
-    """The records of a file, from what a checkpoint's metadata have of it, be it of this release or an earlier one."""
+    """The records of a file, from what a checkpoint's metadata have of it, be it of this release or an earlier one.
+
+    Raises:
+        ValueError: There can be no such records in a file of that size.
+    """
     if isinstance(described["records"], list):
-        return [Record(*entry) for entry in described["records"]]
-    (code, data), crcs, at = described["records"], described["crcs"], 0
-    records = []
-    for offset, length, start, nbytes in struct.iter_unpack(f"<4{code}", data):
-        end = at + 4 * ((start > offset) + -(-nbytes // BLOCK) + (start + nbytes < offset + length))
-        records.append(Record(offset, length, start, nbytes, crcs[at:end]))
-        at = end
+        records = [Record(*entry) for entry in described["records"]]
+    else:
+        (code, data), crcs, at = described["records"], described["crcs"], 0
+        records = []
+        for offset, length, start, nbytes in struct.iter_unpack(f"<4{code}", data):
+            end = at + 4 * _count_of_blocks(offset, length, start, nbytes)
+            records.append(Record(offset, length, start, nbytes, crcs[at:end]))
+            at = end
+    size = described["size"]
+    for record in records:
+        if not _is_plausible(record, size):
+            raise ValueError(f"it has no {record.length} bytes at {record.offset} with such checksums")
     return records
+
+
+def _count_of_blocks(offset: int, length: int, data: int, nbytes: int) -> int:
+    return (data > offset) + -(-nbytes // BLOCK) + (data + nbytes < offset + length)
+
+
+def _is_plausible(record: Record, size: int) -> bool:
+    offset, length, data, nbytes, crcs = record
+    return (
+        0 <= offset <= data <= data + nbytes <= offset + length <= size
+        and nbytes >= 0
+        and len(crcs) in (0, 4 * _count_of_blocks(offset, length, data, nbytes))
+    )
 
 
 class Checksums:

@@ -184,9 +184,12 @@ def _check_files(location: Location, metadata: "Metadata") -> None:
         lack = [f"{' and '.join(missing[:3])} {'is' if len(missing) == 1 else 'are'} missing"] if missing else []
         lack += [f"of another size than saved: {', '.join(short[:3])}"] if short else []
         more = " (and more)" if max(len(missing), len(short)) > 3 else ""
+        why = "its files were removed, or lost in a copy"
+        if ours is None:
+            why += f", or {METADATA} is damaged, which has no checksum"
         raise FileNotFoundError(
-            f"The sharded checkpoint {display(location)} is incomplete: {'; '.join(lack)}{more}. Load another one: its"
-            " files were removed, or lost in a copy."
+            f"The sharded checkpoint {display(location)} is incomplete: {'; '.join(lack)}{more}. Load another one:"
+            f" {why}."
         )
 
 
@@ -209,6 +212,9 @@ def parse_metadata(content: bytes, location: Location) -> "Metadata":
     """
     try:
         from torch.distributed.checkpoint import Metadata
+
+        from lightning.fabric.storage.plausible import check_metadata
+        from lightning.fabric.storage.unpickling import unpickle
     except ImportError as error:
         raise ImportError(
             f"{display(location)} is a sharded checkpoint, which takes torch.distributed to read, and this build of"
@@ -221,18 +227,24 @@ def parse_metadata(content: bytes, location: Location) -> "Metadata":
             f"{display(join(location, METADATA))} is damaged: its checksum is wrong. Load another checkpoint."
         )
     try:
-        with collection_paused():
-            metadata = pickle.loads(pickled)
-    except Exception as error:
-        raise OSError(f"{display(join(location, METADATA))} is damaged, or no metadata: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise OSError(f"{display(join(location, METADATA))} holds no metadata of torch.distributed.checkpoint")
-    ours = getattr(metadata, "lightning", None)
-    if ours is not None and ours["format"] > _FORMAT:
+        metadata = unpickle(pickled)
+        if not isinstance(metadata, Metadata):
+            raise OSError(f"{display(join(location, METADATA))} holds no metadata of torch.distributed.checkpoint")
+        ours = getattr(metadata, "lightning", None)
+        if ours is not None and ours["format"] > _FORMAT:
+            raise OSError(
+                f"{display(location)} was saved in format {ours['format']}, and this release reads formats up to"
+                f" {_FORMAT}: load it with a newer one"
+            )
+        if ours is not None and trailer is None:
+            raise ValueError("its checksum is missing")
+        check_metadata(metadata)
+    except OSError:
+        raise
+    except Exception as error:  # damaged pickles raise anything
         raise OSError(
-            f"{display(location)} was saved in format {ours['format']}, and this release reads formats up to {_FORMAT}:"
-            " load it with a newer one"
-        )
+            f"{display(join(location, METADATA))} is damaged, or no metadata of a checkpoint: {error}"
+        ) from error
     return metadata
 
 
@@ -259,7 +271,11 @@ def read_meta(location: Location, metadata: "Metadata") -> bytes | None:
             f"{display(join(location, ours['meta']))} is missing: the checkpoint is incomplete, or was replaced while"
             " it was loaded. Load it again, or load another one"
         ) from error
-    for record in records_of(ours["files"][ours["meta"]]):
+    try:
+        records = records_of(ours["files"][ours["meta"]])
+    except Exception as error:  # what is damaged may be of any type
+        raise OSError(f"{display(join(location, METADATA))} is damaged: {error}") from error
+    for record in records:
         for start, end, before, crc in record.blocks():
             if zlib.crc32(memoryview(content)[start:end], before) != crc:
                 raise OSError(
