@@ -76,8 +76,8 @@ def requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("requests")
 def test_a_sound_checkpoint_is_complete_and_right(tmp_path: Path, run: Run) -> None:
     save(tmp_path / "x.ckpt")
-    nbytes = size(*(tmp_path / "x.ckpt").iterdir()) - size(tmp_path / "x.ckpt" / "meta.pt")
-    assert run(tmp_path / "x.ckpt")[:2] == (0, [f"complete, 3 files, {nbytes} bytes, all checksums right"])
+    nbytes = size(*(tmp_path / "x.ckpt").iterdir())
+    assert run(tmp_path / "x.ckpt")[:2] == (0, [f"complete, 4 files, {nbytes} bytes, all checksums right"])
 
 
 @pytest.mark.usefixtures("requests")
@@ -122,7 +122,7 @@ def test_every_damaged_byte_of_a_shard_is_found_and_belongs_to_a_tensor(tmp_path
             )
             assert found, lines
             assert int(found[1]) <= place < int(found[2]) <= int(found[1]) + MIB
-            assert re.fullmatch(r"1 problem, 3 files, \d+ bytes: load another checkpoint", lines[1])
+            assert re.fullmatch(r"1 problem, 4 files, \d+ bytes: load another checkpoint", lines[1])
             flip(shard, place)
     assert run(tmp_path / "x.ckpt")[0] == 0
 
@@ -140,7 +140,7 @@ def test_damage_that_goes_on_is_one_line_and_other_damage_is_another(tmp_path: P
     assert len(lines) == 3
     assert re.match(rf"{shard}: bytes \d+ to \d+ of 'model.large' are damaged", lines[0])
     assert re.match(rf"{meta}: bytes 0 to \d+ of 'what is neither model nor optimizer' are damaged", lines[1])
-    assert lines[2].startswith("2 problems, 3 files")
+    assert lines[2].startswith("2 problems, 4 files")
 
 
 @pytest.mark.usefixtures("requests")
@@ -205,6 +205,26 @@ def test_an_incomplete_checkpoint_is_told_with_what_is_missing(tmp_path: Path, r
     assert lines[1].startswith("1 problem")
 
 
+@pytest.mark.parametrize("damage", ["a byte", "an earlier save", "missing"])
+def test_what_only_stock_lightning_reads_is_checked_too(tmp_path: Path, run: Run, damage: str) -> None:
+    folder = tmp_path / "x.ckpt"
+    save(folder)
+    meta = folder / "meta.pt"
+    if damage == "a byte":
+        flip(meta, 100)
+    elif damage == "missing":
+        meta.unlink()
+    else:
+        checkpoints.save_sharded(STATE, {"epoch": 2}, tmp_path / "y.ckpt")
+        meta.write_bytes((tmp_path / "y.ckpt" / "meta.pt").read_bytes())
+    code, lines, _ = run(folder)
+    assert code == 1
+    assert len(lines) == 2
+    assert str(meta) in lines[0]
+    assert lines[0].endswith("(stock Lightning reads this file, this library does not)")
+    assert checkpoints.load_metadata(folder) == {"epoch": 3}
+
+
 @pytest.mark.parametrize("lacking", ["record", "checksums"])
 def test_bytes_without_a_checksum_are_a_problem(tmp_path: Path, run: Run, lacking: str) -> None:
     metadata = make(tmp_path / "x.ckpt", {"a": torch.ones(3), "b": torch.ones(3)}, along(0, 1), ranks=1)
@@ -262,7 +282,7 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, run: Run) -> None:
 def test_checkpoints_in_a_store_are_verified_there(bucket: Bucket, run: Run) -> None:
     save(f"{bucket.url}/x.ckpt")
     save_file(STATE, f"{bucket.url}/full.ckpt")
-    assert run(f"{bucket.url}/x.ckpt")[1][0].startswith("complete, 3 files")
+    assert run(f"{bucket.url}/x.ckpt")[1][0].startswith("complete, 4 files")
     assert run(f"{bucket.url}/full.ckpt")[1][0].startswith("complete, 1 file")
     shard = next(name for name in bucket.names() if name.endswith("_0_0.distcp"))
     content = bytearray(bucket.get(shard))
@@ -307,7 +327,7 @@ def test_both_commands_return_the_exit_code(tmp_path: Path) -> None:
     save(tmp_path / "x.ckpt")
     good = CliRunner().invoke(cli._main, ["verify", str(tmp_path / "x.ckpt")])
     assert good.exit_code == 0
-    assert good.output.splitlines()[-1].startswith("complete, 3 files")
+    assert good.output.splitlines()[-1].startswith("complete, 4 files")
     assert CliRunner().invoke(cli._main, ["verify", "--fast", str(tmp_path / "x.ckpt")]).exit_code == 2
     flip(shard_of(tmp_path / "x.ckpt"), 50)
     assert CliRunner().invoke(cli._main, ["verify", str(tmp_path / "x.ckpt")]).exit_code == 1

@@ -1,5 +1,6 @@
 """Loads one file."""
 
+import io
 import os
 import pickle
 import sys
@@ -15,6 +16,7 @@ from lightning.fabric.storage.namespace import STOCK_META
 from lightning.fabric.storage.stats import timed
 from lightning.fabric.storage.transport import open_reader
 from lightning.fabric.storage.transport.reader import REPLACED, RangedFile
+from lightning.fabric.storage.zipped import ARCHIVE, BrokenArchive, Zipped
 
 _Path = str | os.PathLike[str]
 #: Where the directory of an archive is, and the small records after the tensors; of a small file it is all.
@@ -23,8 +25,6 @@ _SMALL_FILE = 8 * 2**20
 #: The fixed part of what is before a record, and how near such parts are that are read together.
 _HEAD = 30
 _NEAR = 2**18
-#: What an archive starts with.
-ARCHIVE = b"PK\x03\x04"
 #: What torch's errors about archives start with.
 _TORCHS = "PytorchStreamReader"
 
@@ -59,8 +59,9 @@ def load_file(
     with timed("Loaded", location) as transfer, open_checkpoint(location) as file, _damage_explained(location):
         transfer.size = file.seek(0, os.SEEK_END)
         if not isinstance(file, RangedFile):
+            _check(file, weights_only)
             return torch.load(location, map_location=map_location, weights_only=weights_only)
-        _expect_records(file)
+        _expect_records(file, weights_only)
         file.seek(0)  # torch takes the position for the start of the archive
         try:
             loaded = torch.load(file, map_location=map_location, weights_only=weights_only)
@@ -70,6 +71,52 @@ def load_file(
             raise
         file.check()
         return loaded
+
+
+def load_bytes(content: io.BytesIO, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    """Loads with :func:`torch.load` what is in memory.
+
+    Raises:
+        pickle.UnpicklingError: There is something in it that ``weights_only`` forbids.
+        Exception: Of any kind: it is damaged.
+    """
+    _check(content, weights_only)
+    return torch.load(content, map_location=map_location, weights_only=weights_only)
+
+
+def check_file(location: Location, weights_only: bool | None = None) -> None:
+    """Sees that a file is one that torch can be given to load.
+
+    Raises:
+        FileNotFoundError: There is nothing.
+        OSError: The file could not be read.
+        RuntimeError: It is damaged, or would take more memory than its size.
+    """
+    with open_checkpoint(location) as file, _damage_explained(location):
+        _check(file, weights_only)
+
+
+def _check(file: IO[bytes] | RangedFile, weights_only: bool | None) -> bool:
+    """Sees that torch can be given an archive: it believes all that one says of sizes.
+
+    Returns:
+        Whether there is an archive, and it was looked at.
+
+    Raises:
+        RuntimeError: It cannot.
+    """
+    if weights_only is False:  # what its author may do is the user's decision
+        return False
+    is_archive = True
+    try:
+        Zipped(file).check_before_load()
+    except BrokenArchive as error:
+        file.seek(0)
+        if file.read(len(ARCHIVE)) == ARCHIVE:  # else it is in torch's format of before 1.6
+            raise RuntimeError(str(error)) from error
+        is_archive = False
+    file.seek(0)
+    return is_archive
 
 
 class WithoutTensors(NamedTuple):
@@ -133,6 +180,7 @@ def load_without_tensors(location: Location, weights_only: bool | None = None) -
         size = file.seek(0, os.SEEK_END)
         if isinstance(file, RangedFile):
             file.keep(0 if size <= _SMALL_FILE else size - _TAIL, size)
+        _check(file, weights_only)
         try:
             records = _records(file)
             order = _byte_order(file)
@@ -216,7 +264,7 @@ def archive(path: _Path) -> str | IO[bytes]:
     return str(location)
 
 
-def _expect_records(file: RangedFile) -> None:
+def _expect_records(file: RangedFile, weights_only: bool | None = None) -> None:
     """Tells the file what ``torch.load`` is going to read, in order.
 
     It reads small records at both ends of the archive, and then each tensor's as the pickle mentions it, which is in
@@ -224,6 +272,7 @@ def _expect_records(file: RangedFile) -> None:
     """
     small = file.size <= _SMALL_FILE
     file.keep(0 if small else file.size - _TAIL, file.size)
+    is_checked = _check(file, weights_only)  # its pickle has been read then, and is kept
     try:
         records = _records(file)
     except zipfile.BadZipFile as error:
@@ -241,7 +290,7 @@ def _expect_records(file: RangedFile) -> None:
     first, last = min(start for start, _ in tensors.values()), max(stop for _, stop in tensors.values())
     spans = [tensors[number] for number in sorted(tensors)]
     pickled = [span for name, span in records if name.endswith("/data.pkl") and span[1] - span[0] > _TAIL]
-    file.expect([*pickled, *spans])
+    file.expect([*([] if is_checked else pickled), *spans])
     file.keep(pickled[0][1] if pickled else 0, first)
     file.keep(last, file.size)
 
@@ -266,6 +315,10 @@ def _damage_explained(location: Location) -> Iterator[None]:
     except pickle.UnpicklingError as error:
         raise pickle.UnpicklingError(f"Could not load {display(location)}: {error}") from error
     except (RuntimeError, EOFError) as error:
-        if isinstance(error, EOFError) or isinstance(error.__cause__, zipfile.BadZipFile) or _TORCHS in str(error):
+        if (
+            isinstance(error, EOFError)
+            or isinstance(error.__cause__, (zipfile.BadZipFile, BrokenArchive))
+            or _TORCHS in str(error)
+        ):
             raise RuntimeError(f"{display(location)} is truncated, or is no checkpoint: {error}") from error
         raise

@@ -6,15 +6,18 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from lightning.fabric.storage.checkpoints import find_checkpoint
 from lightning.fabric.storage.checksums import Record, records_of
 from lightning.fabric.storage.location import Location, display, join, kind, missing
 from lightning.fabric.storage.namespace import METADATA, STOCK_META
+from lightning.fabric.storage.plausible import contradictions
 from lightning.fabric.storage.transport import open_source
 from lightning.fabric.storage.transport.reader import RangedFile, Source
 from lightning.fabric.storage.transport.threads import Crew
@@ -27,6 +30,8 @@ _REQUEST = 8 * 2**20
 #: How many are on their way, or being checked, at a time.
 _REQUESTS = 16
 _DAMAGED = "are damaged: their checksum is wrong"
+#: How many problems of one kind are told, of those that a file of any size can have.
+_MOST = 20
 #: Errors that say nothing about the checkpoint.
 _CANNOT_TELL = (PermissionError, ConnectionError, TimeoutError)
 
@@ -96,18 +101,45 @@ def _is_nothing(location: Location) -> bool:
 
 def _check_folder(location: Location, metadata: Metadata, result: Result) -> None:
     _check_file(join(location, METADATA), result, lambda source: [])  # it has been, when it was read
+    told = display(join(location, METADATA))
+    result.problems += [f"{told} {wrong}" for wrong in islice(contradictions(metadata), _MOST)]
     infos: dict[str, dict[int, tuple[str, Any]]] = {}  # of each file, with names, by offset
     for index, info in metadata.storage_data.items():
         infos.setdefault(info.relative_path, {})[info.offset] = (index.fqn, info)
     ours = getattr(metadata, "lightning", None)
-    if ours is not None:
-        for name, described in sorted(ours["files"].items()):
-            _check_file(join(location, name), result, partial(_check_blocks, described, infos.get(name, {})))
+    if ours is None:
+        result.verdict = "saved without checksums; those of the archives in it (CRC-32) are right"
+        expected = _tensors(metadata)
+        for name, of_file in sorted(infos.items()):
+            _check_file(join(location, name), result, partial(_check_records, of_file, expected, result))
+        _check_file(join(location, STOCK_META), result, lambda source: _check_archive(source, result))
         return
-    result.verdict = "saved without checksums; those of the archives in it (CRC-32) are right"
-    for name, of_file in sorted(infos.items()):
-        _check_file(join(location, name), result, partial(_check_records, of_file, result))
-    _check_file(join(location, STOCK_META), result, lambda source: _check_archive(source, result))
+    for name, described in sorted(ours["files"].items()):
+        _check_file(join(location, name), result, partial(_check_blocks, described, infos.get(name, {})))
+    if ours["meta"] is not None:
+        _check_stock_meta(join(location, STOCK_META), ours["files"][ours["meta"]], result)
+
+
+def _check_stock_meta(location: Location, described: dict[str, Any], result: Result) -> None:
+    """Checks the copy of a file of ours that stock Lightning reads."""
+    found = Result()
+    _check_file(location, found, partial(_check_blocks, described, {}))
+    result.files += found.files
+    result.nbytes += found.nbytes
+    whose = "(stock Lightning reads this file, this library does not)"
+    result.problems += [f"{problem} {whose}" for problem in found.problems]
+
+
+def _tensors(metadata: Metadata) -> dict[tuple[str, int], tuple[torch.dtype, tuple[int, ...]]]:
+    """The type and the shape of each part of a tensor, by file and offset."""
+    tensors = {}
+    for name, described in metadata.state_dict_metadata.items():
+        if isinstance(described, TensorStorageMetadata):
+            for chunk in described.chunks:
+                info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+                if info is not None:
+                    tensors[info.relative_path, info.offset] = described.properties.dtype, tuple(chunk.sizes)
+    return tensors
 
 
 def _check_file(location: Location, result: Result, check: Callable[[Source], Iterable[Wrong]]) -> None:
@@ -156,11 +188,17 @@ def _check_blocks(described: dict[str, Any], infos: dict[int, tuple[str, Any]], 
     if source.size != size:
         first, last = sorted((source.size, size))
         return [Wrong(first, last, "", f"are {'missing' if source.size < size else 'too many'}")]
+    try:
+        records = records_of(described)
+    except Exception as error:  # what is damaged may be of any type
+        return [Wrong(0, size, "", f"are not described by {METADATA}: {error}")]
     wrong: list[Wrong] = []
     units: list[_Unit] = []
     position = 0
-    for record in [*records_of(described), Record(size, 0, size, 0, b"")]:
-        if record.offset != position:
+    for record in [*records, Record(size, 0, size, 0, b"")]:
+        if record.offset < position:
+            return [Wrong(record.offset, position, "", f"belong to two records, as {METADATA} have it")]
+        if record.offset > position:
             wrong.append(Wrong(position, record.offset, infos.get(position, ("",))[0], "have no checksum"))
         name = infos.get(record.offset, ("what is neither model nor optimizer",))[0]
         for start, stop, before, crc in record.blocks():
@@ -169,6 +207,11 @@ def _check_blocks(described: dict[str, Any], infos: dict[int, tuple[str, Any]], 
             else:
                 units.append(_Unit(start, stop, partial(_wrong_block, start, stop, name, before, crc)))
         position = record.end
+    known = {(record.offset, record.length) for record in records}
+    reported = {one.start for one in wrong}
+    for offset, (name, info) in infos.items():
+        if (offset, info.length) not in known and offset not in reported:
+            wrong.append(Wrong(offset, offset + info.length, name, "have no checksum"))
     return wrong + _read(source, units)
 
 
@@ -176,35 +219,50 @@ def _wrong_block(start: int, stop: int, name: str, before: int, crc: int, data: 
     return [] if zlib.crc32(data, before) == crc else [Wrong(start, stop, name, _DAMAGED)]
 
 
-def _check_records(infos: dict[int, tuple[str, Any]], result: Result, source: Source) -> list[Wrong]:
-    """Checks a file of which no more is known than where its records are."""
+_Expected = tuple[torch.dtype, tuple[int, ...]] | None
+
+
+def _check_records(
+    infos: dict[int, tuple[str, Any]],
+    expected: dict[tuple[str, int], tuple[torch.dtype, tuple[int, ...]]],
+    result: Result,
+    source: Source,
+) -> list[Wrong]:
+    """Checks a file of which no more is known than where its records are, and what should be in them."""
     wrong: list[Wrong] = []
     units: list[_Unit] = []
     large = []
+    position = 0
     for start, (name, info) in sorted(infos.items()):
         stop = start + info.length
+        what = expected.get((info.relative_path, start))
+        if start < position:
+            return [Wrong(start, position, name, f"belong to two records, as {METADATA} have it")]
+        position = stop
         if stop > source.size:
             wrong.append(Wrong(max(start, source.size), stop, name, "are missing"))
         elif getattr(info, "transform_descriptors", None):
             wrong.append(Wrong(start, stop, name, "cannot be verified: an extension of torch has transformed them"))
         elif info.length > _REQUEST:
-            large.append((name, start, info.length))
+            large.append((name, start, info.length, what))
         else:
-            units.append(_Unit(start, stop, partial(_wrong_record, start, name, result)))
+            units.append(_Unit(start, stop, partial(_wrong_record, start, name, what, result)))
     wrong += _read(source, units)
-    for name, start, length in large:
-        wrong += _wrong_in(Zipped(RangedFile(_Part(source, start, length))), start, name, result)
+    for name, start, length, what in large:
+        wrong += _wrong_in(Zipped(RangedFile(_Part(source, start, length))), start, name, what, result)
     return wrong
 
 
-def _wrong_record(start: int, name: str, result: Result, data: memoryview) -> list[Wrong]:
-    return _wrong_in(Zipped(io.BytesIO(data)), start, name, result)
+def _wrong_record(start: int, name: str, what: _Expected, result: Result, data: memoryview) -> list[Wrong]:
+    return _wrong_in(Zipped(io.BytesIO(data)), start, name, what, result)
 
 
-def _wrong_in(zipped: Zipped, offset: int, name: str, result: Result) -> list[Wrong]:
+def _wrong_in(zipped: Zipped, offset: int, name: str, what: _Expected, result: Result) -> list[Wrong]:
     found = zipped.check()
     if not found and not zipped.has_checksums:
         result.verdict = "saved without checksums"
+    if not found and None not in (what, zipped.tensor) and what != zipped.tensor:
+        found = [Wrong(0, zipped.size, "", f"hold another tensor than {METADATA} have it")]
     return [Wrong(offset + wrong.start, offset + wrong.stop, name, wrong.reason) for wrong in found]
 
 

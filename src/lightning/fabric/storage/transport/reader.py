@@ -58,7 +58,7 @@ class RangedFile(io.RawIOBase):
         self.error: BaseException | None = None
         self._source = source
         self._position = 0
-        self._kept: deque[tuple[int, memoryview]] = deque(maxlen=4)
+        self._kept: deque[tuple[int, memoryview]] = deque(maxlen=8)
         self._expected: Iterator[_Block] = iter(())
         self._ahead: deque[tuple[_Block, Future[memoryview]]] = deque()
 
@@ -80,6 +80,15 @@ class RangedFile(io.RawIOBase):
         """Fetches a range at once, and keeps it, with the last few of such ranges."""
         if start < stop:
             self._kept.append((start, self._start(start, stop).result()))
+
+    def keep_large(self, start: int, stop: int) -> None:
+        """Keeps a range, unless it is kept already; many blocks of it are fetched at the same time."""
+        if not any(at <= start and stop <= at + len(data) for at, data in self._kept):
+            self.expect([(start, stop)])
+            self._position = start
+            data = np.empty(stop - start, np.uint8).data
+            self._read(data)
+            self._kept.append((start, data))
 
     @override
     def readable(self) -> bool:
