@@ -18,7 +18,7 @@ import torch
 
 from lightning.fabric.storage.background import drain
 from lightning.fabric.storage.engine import engine_of
-from lightning.fabric.storage.load import load_file
+from lightning.fabric.storage.load import check_file, load_bytes, load_file
 from lightning.fabric.storage.location import Location, display, is_file, is_folder, locate, shares_names
 from lightning.fabric.storage.namespace import remove_folder
 from lightning.fabric.storage.own_plugins import saves_at_path
@@ -180,13 +180,14 @@ def save_sharded(
         ShardWriter(location, meeting).save(lambda: Shard.of(state, meta, meeting), Plans())
 
 
-def load_shards(state: dict[str, Any], path: _Path, strict: bool = True) -> None:
+def load_shards(state: dict[str, Any], path: _Path, strict: bool = True, weights_only: bool | None = None) -> None:
     """Loads into the tensors of ``state`` what this rank keeps of it; a collective call.
 
     Args:
         state: What to load, by the names that it has in the checkpoint.
         path: The checkpoint's folder.
         strict: Whether it is an error if the checkpoint lacks something.
+        weights_only: As for :func:`torch.load`, of what is no tensor.
 
     Raises:
         FileNotFoundError: There is no complete checkpoint.
@@ -196,29 +197,37 @@ def load_shards(state: dict[str, Any], path: _Path, strict: bool = True) -> None
     from torch.distributed import checkpoint as dcp
 
     planner = dcp.DefaultLoadPlanner() if strict else dcp.DefaultLoadPlanner(allow_partial_load=True)
-    location, reader = _reader(path)
+    location, reader = _reader(path, weights_only)
     with failures_of_ranks("load", location, reader):
         getattr(dcp, "load", dcp.load_state_dict)(state, storage_reader=reader, planner=planner)
 
 
-def load_optimizer_shards(model_state: dict[str, Any], key: str, path: _Path) -> dict[str, Any]:
+def load_optimizer_shards(
+    model_state: dict[str, Any], key: str, path: _Path, weights_only: bool | None = None
+) -> dict[str, Any]:
     """Loads what this rank keeps of an optimizer's state, which is called ``key`` in the checkpoint; a collective call.
+
+    Args:
+        model_state: Of the model that is optimized.
+        key: The optimizer's.
+        path: The checkpoint's folder.
+        weights_only: As for :func:`load_shards`.
 
     Raises:
         OSError: As for :func:`load_shards`.
     """
     from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 
-    location, reader = _reader(path)
+    location, reader = _reader(path, weights_only)
     with failures_of_ranks("load", location, reader):
         return dict(load_sharded_optimizer_state_dict(model_state, key, reader))
 
 
-def _reader(path: _Path) -> tuple[Location, Any]:
+def _reader(path: _Path, weights_only: bool | None) -> tuple[Location, Any]:
     from lightning.fabric.storage.sharded import ShardReader
 
     location, metadata = _sharded(path)
-    return location, ShardReader(location, metadata)
+    return location, ShardReader(location, metadata, weights_only)
 
 
 def _sharded(path: _Path) -> tuple[Location, "Metadata"]:
@@ -241,7 +250,7 @@ def load_metadata(path: _Path, weights_only: bool | None = None) -> Any:
     if content is None:
         return {}
     # of what the file's author had on an accelerator, nothing belongs on that of this rank
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=weights_only)
+    return load_bytes(io.BytesIO(content), "cpu", weights_only)
 
 
 def save_full(state: dict[str, Any], location: Location, checkpoint_io: "CheckpointIO | None" = None) -> None:
@@ -267,6 +276,7 @@ def load_full(path: _Path, weights_only: bool | None = None) -> Any:
     """Loads a full state into host memory; a local file is mapped rather than read."""
     location = locate(path)
     if isinstance(location, Path):
+        check_file(location, weights_only)
         return torch.load(location, mmap=True, map_location="cpu", weights_only=weights_only)
     return load_file(location, map_location="cpu", weights_only=weights_only)
 

@@ -30,7 +30,9 @@ from typing_extensions import override
 
 from lightning.fabric.storage import commit
 from lightning.fabric.storage.archive import Archive, TensorStub
+from lightning.fabric.storage.load import load_bytes
 from lightning.fabric.storage.location import Location, display
+from lightning.fabric.storage.plausible import contradictions
 from lightning.fabric.storage.reads import read_plan
 from lightning.fabric.storage.stats import timed
 from lightning.fabric.storage.transport import open_writer
@@ -68,6 +70,8 @@ def consolidate(
     """
     log.info(f"Consolidating {display(folder)}")
     metadata, _ = commit.read_metadata(folder)
+    for wrong in contradictions(metadata):
+        raise OSError(f"{display(folder)} is damaged: its .metadata {wrong}. Load another checkpoint.")
     names: dict[TensorStub, str] = {}
     checkpoint = _without_tensors(folder, metadata, names)
     checkpoint.update(_meta(folder, metadata))
@@ -130,7 +134,10 @@ def _without_tensors(folder: Location, metadata: Metadata, names: dict[TensorStu
             names[value] = name
         else:
             value = planner.objects[name]
-        set_element(nested, paths.get(name, (name,)), value)
+        try:
+            set_element(nested, paths.get(name, (name,)), value)
+        except (TypeError, AttributeError, IndexError) as error:  # something else is on the way to it
+            raise OSError(f"{display(folder)} is damaged: there is no place for {name!r}") from error
     return nested
 
 
@@ -146,16 +153,17 @@ def _meta(folder: Location, metadata: Metadata) -> dict[str, Any]:
     content = commit.read_meta(folder, metadata)
     if content is None:
         return {}
+    return dict(_load(io.BytesIO(content), f"What {display(folder)} has beside model and optimizer"))
+
+
+def _load(content: io.BytesIO, what: str) -> Any:
     try:
-        return dict(torch.load(io.BytesIO(content), map_location="cpu"))
+        return load_bytes(content, "cpu")
     except Exception as error:
         advice = ""
         if isinstance(error, pickle.UnpicklingError):
             advice = " If you trust its author, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment."
-        raise RuntimeError(
-            f"What {display(folder)} has beside model and optimizer cannot be loaded here:{advice}"
-            f" {type(error).__name__}: {error}"
-        ) from error
+        raise RuntimeError(f"{what} cannot be loaded here:{advice} {type(error).__name__}: {error}") from error
 
 
 class _Planner(DefaultLoadPlanner):
@@ -173,10 +181,7 @@ class _Planner(DefaultLoadPlanner):
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        try:  # as torch does; .metadata, which has been unpickled before, is no safer
-            self.objects[name] = torch.load(value, map_location="cpu", weights_only=False)
-        except Exception as error:
-            raise RuntimeError(f"{name!r} cannot be loaded here: {type(error).__name__}: {error}") from error
+        self.objects[name] = _load(value, repr(name))
 
 
 class _Piece(NamedTuple):
@@ -255,8 +260,6 @@ class _Tensors:
         for piece in batch:
             name, described, chunk = piece
             items = create_read_items_for_chunk_list(name, described, [chunk])
-            if sum(math.prod(item.lengths) for item in items) < math.prod(chunk.sizes):
-                raise OSError(f"{display(self._folder)} is damaged: its .metadata do not tell where all of {name!r} is")
             tensor = memory[at : at + piece.nbytes].view(described.properties.dtype).view(chunk.sizes)
             at += piece.room
             planner.tensors[MetadataIndex(name, chunk.offsets)] = tensor

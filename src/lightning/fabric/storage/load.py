@@ -17,6 +17,7 @@ from lightning.fabric.storage.stats import timed
 from lightning.fabric.storage.transport import open_reader
 from lightning.fabric.storage.transport.reader import REPLACED, RangedFile
 from lightning.fabric.storage.zipped import ARCHIVE, BrokenArchive, Zipped
+from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_6
 
 _Path = str | os.PathLike[str]
 #: Where the directory of an archive is, and the small records after the tensors; of a small file it is all.
@@ -105,7 +106,7 @@ def _check(file: IO[bytes] | RangedFile, weights_only: bool | None) -> bool:
     Raises:
         RuntimeError: It cannot.
     """
-    if weights_only is False:  # what its author may do is the user's decision
+    if _is_trusted(weights_only):  # what its author may do is the user's decision
         return False
     is_archive = True
     try:
@@ -117,6 +118,14 @@ def _check(file: IO[bytes] | RangedFile, weights_only: bool | None) -> bool:
         is_archive = False
     file.seek(0)
     return is_archive
+
+
+def _is_trusted(weights_only: bool | None) -> bool:
+    """Whether :func:`torch.load` runs whatever code is in a file."""
+    if weights_only is None:
+        is_forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "").lower() in ("1", "y", "yes", "true")
+        return is_forced or not _TORCH_GREATER_EQUAL_2_6
+    return not weights_only
 
 
 class WithoutTensors(NamedTuple):
@@ -250,12 +259,12 @@ def archive(path: _Path) -> str | IO[bytes]:
     Raises:
         FileNotFoundError: There is nothing at ``path``.
         IsADirectoryError: There is a folder.
-        pickle.UnpicklingError: There is more than tensors and plain Python types, and :func:`weights_only_of` says that
-            nothing else is to be loaded: whoever reads the records unpickles what comes.
+        pickle.UnpicklingError: There is something in it that :func:`torch.load` would not load, with what
+            :func:`weights_only_of` says: whoever reads the records unpickles what comes.
     """
-    location = locate(path)
-    if weights_only_of(path) and load_without_tensors(location, weights_only=True) is None:
-        load_file(location, "cpu", weights_only=True)
+    location, weights_only = locate(path), weights_only_of(path)
+    if not _is_trusted(weights_only) and load_without_tensors(location, weights_only) is None:
+        load_file(location, "cpu", weights_only)
     file = open_checkpoint(location)
     if isinstance(file, RangedFile):
         file.keep(max(0, file.size - _TAIL), file.size)

@@ -16,11 +16,16 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from lightning.fabric.storage.checksums import BLOCK, Record
+from lightning.fabric.storage.load import load_bytes
 from lightning.fabric.storage.regions import REQUEST, Box, Region
 
 #: From how many bytes on a run is read into a target's own memory. A smaller one shares its request with its
 #: neighbours, and is copied.
 _DIRECT = 4 * 2**20
+#: How large an object that is no tensor may be that an extension of torch has compressed, and what a tensor has beside
+#: its bytes.
+_OBJECT = 128 * 2**20
+_AROUND = 2**20
 
 
 class Damaged(Exception):
@@ -141,16 +146,18 @@ class Needs:
         if items[0].type == LoadItemType.BYTE_IO:
             for item in items:
                 file.seek(0)
-                self._planner.load_bytes(item, io.BytesIO(_transformed(place, item, file).read()))
+                self._planner.load_bytes(item, io.BytesIO(_transformed(place, item, file, _OBJECT).getbuffer()))
             return
-        stream = _transformed(place, items[0], file)
+        index = items[0].storage_index
+        described = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[index.fqn])
         try:
-            # a stream that is transformed may not be able to go back, which torch has to
-            saved = torch.load(
-                io.BytesIO(stream.read()) if place.transforms else stream, map_location="cpu", weights_only=True
-            )
+            shape = _shape_of_chunk(described.chunks, index)
+            most = math.prod(shape) * described.properties.dtype.itemsize + _AROUND
+            saved = load_bytes(_transformed(place, items[0], file, most), "cpu", weights_only=True)
+            if not isinstance(saved, Tensor) or saved.size() != shape:
+                raise ValueError(f"there is no tensor of the size {list(shape)}")
         except Exception as error:
-            raise Unloadable(f"{items[0].storage_index.fqn!r} ({type(error).__name__}: {error})") from error
+            raise Unloadable(f"{index.fqn!r} ({type(error).__name__}: {error})") from error
         for item in items:
             part = narrow_tensor_by_index(saved, item.storage_offsets, item.lengths)
             target = self._target(item)
@@ -196,13 +203,23 @@ def _cuts(start: int, stop: int, blocks: list[int]) -> list[tuple[int, int]]:
     return cuts
 
 
-def _transformed(place: Place, item: ReadItem, file: io.BytesIO) -> Any:
-    """Undoes what an extension of torch.distributed.checkpoint did to the record, such as compression."""
+def _transformed(place: Place, item: ReadItem, file: io.BytesIO, most: int) -> io.BytesIO:
+    """Undoes what an extension of torch.distributed.checkpoint did to the record, such as compression.
+
+    What comes out is in memory: ``most`` is how many bytes that may be.
+    """
     if not place.transforms:
         return file
     from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
 
-    return _StorageReaderTransforms().transform_load_stream(item, place.transforms, file)
+    stream = _StorageReaderTransforms().transform_load_stream(item, place.transforms, file)
+    made = io.BytesIO()
+    while piece := stream.read(_DIRECT):
+        made.write(piece)
+        if made.tell() > most:
+            raise Unloadable(f"{item.storage_index.fqn!r}, which becomes more than {most} bytes")
+    made.seek(0)
+    return made
 
 
 @dataclass

@@ -28,6 +28,8 @@ _THREADS = "checkpoint-read"
 _REQUESTS = 16
 #: Bytes that these hold at most, besides what goes straight into the tensors; a larger record is read alone.
 _MEMORY = _REQUESTS * REQUEST
+#: A record that is read as a whole is taken to be as long as it is said to be up to so many bytes.
+_TRUSTED = REQUEST
 _ADVICE = "Load another checkpoint: this one was changed after it was saved, or its storage cannot be relied on"
 
 
@@ -71,7 +73,10 @@ class _File:
         self._size = described["size"] if described is not None else None
         self._records: dict[int, Record] | None = None
         if described is not None:
-            self._records = {record.offset: record for record in records_of(described)}
+            try:
+                self._records = {record.offset: record for record in records_of(described)}
+            except Exception as error:  # what is damaged may be of any type
+                raise self.damage(f".metadata do not tell where its records are ({error})") from error
         self._lock = threading.Lock()
         self._source: Source | None = None
         self._failure: OSError | None = None
@@ -108,10 +113,15 @@ class _File:
             raise self.damage(f"it has {source.size} bytes, and was saved with {self._size}; it holds {name!r}")
         return source
 
-    def read_into(self, start: int, view: memoryview, name: str) -> None:
+    def check_end(self, stop: int, name: str) -> Source:
+        """The file, opened, which has all bytes up to ``stop``."""
         source = self.source(name)
-        if start + len(view) > source.size:
-            raise self.damage(f"it ends after {source.size} bytes, and {name!r} goes on to {start + len(view)}")
+        if stop > source.size:
+            raise self.damage(f"it ends after {source.size} bytes, and {name!r} goes on to {stop}")
+        return source
+
+    def read_into(self, start: int, view: memoryview, name: str) -> None:
+        source = self.check_end(start + len(view), name)
         try:
             source.read_into(start, view)
         except FileNotFoundError as error:
@@ -186,8 +196,13 @@ class _PlanReader:
 
     def _needs_of(self, file: _File) -> Iterator[Need]:
         for place in sorted(file.items, key=lambda place: place.offset):
+            items = file.items[place]
             try:
-                yield from self._needs.of(place, file.items[place])
+                if place.length > _TRUSTED and (place.record is None or not place.record.is_tensor):
+                    file.check_end(
+                        place.offset + place.length, items[0].storage_index.fqn
+                    )  # before there is memory for it
+                yield from self._needs.of(place, items)
             except Damaged as error:
                 raise file.damage(str(error)) from error
 

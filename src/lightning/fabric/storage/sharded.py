@@ -1,22 +1,27 @@
 """The writer and the reader of shards, in the format of torch.distributed.checkpoint, on our transport."""
 
 import dataclasses
+import io
 import logging
+import pickle
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, LoadPlan, LoadPlanner, Metadata, SavePlan, StorageReader
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 from typing_extensions import override
 
 from lightning.fabric.storage import commit
 from lightning.fabric.storage.checksums import FileRecords, Record
 from lightning.fabric.storage.joint import Joint
+from lightning.fabric.storage.load import load_bytes
 from lightning.fabric.storage.location import Location, beside, display, is_file, join, shares_names
 from lightning.fabric.storage.meeting import Meeting
 from lightning.fabric.storage.namespace import remove_file, remove_if_empty
@@ -234,12 +239,14 @@ class ShardReader(StorageReader):
     Args:
         location: The checkpoint's folder.
         metadata: From :func:`~lightning.fabric.storage.commit.read_metadata`.
+        weights_only: As for :func:`torch.load`, of what is no tensor.
     """
 
-    def __init__(self, location: Location, metadata: Metadata) -> None:
+    def __init__(self, location: Location, metadata: Metadata, weights_only: bool | None = None) -> None:
         super().__init__()
         self._location = location
         self._metadata = metadata
+        self._weights_only = weights_only
         #: Why this rank failed: what torch raises in the end has been pickled.
         self.error: BaseException | None = None
 
@@ -270,11 +277,12 @@ class ShardReader(StorageReader):
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        careful = cast(LoadPlanner, _Careful(planner, self._weights_only))  # in all that is asked of it, it is one
         # all leave this together, for what torch does next is a collective call whose time is limited
         with together(f"loading {display(self._location)}"):
             try:
                 with unseen_explained(self._location):
-                    read_plan(self._location, self._metadata, plan, planner)
+                    read_plan(self._location, self._metadata, plan, careful)
             except BaseException as error:
                 self.error = error
         if self.error is not None:
@@ -282,3 +290,31 @@ class ShardReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+class _Careful:
+    """A planner that loads objects as ``weights_only`` says. Torch's own unpickle all that they are given.
+
+    Args:
+        planner: What is given tensors as they are, and objects pickled anew.
+        weights_only: As for :func:`torch.load`.
+    """
+
+    def __init__(self, planner: LoadPlanner, weights_only: bool | None) -> None:
+        self._planner = planner
+        self._weights_only = weights_only
+        self.resolve_tensor = planner.resolve_tensor
+        self.commit_tensor = planner.commit_tensor
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        if self._weights_only is not False:
+            name = read_item.storage_index.fqn
+            try:
+                loaded = load_bytes(value, weights_only=self._weights_only)
+            except pickle.UnpicklingError as error:
+                advice = "If you trust the author of the checkpoint, load it with `weights_only=False`"
+                raise pickle.UnpicklingError(f"Could not load {name!r}. {advice}: {error}") from error
+            value = io.BytesIO()
+            torch.save(loaded, value)
+            value.seek(0)
+        self._planner.load_bytes(read_item, value)
