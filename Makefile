@@ -23,14 +23,18 @@ PLOT_STAMP := $(BENCH)/plot/plot-$(call checksum,requirements/plot.txt)
 # Lightning is a package that is installed, and so are our modules inside it: mypy finds them by name.
 OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' | LC_ALL=C sort)
 
-.PHONY: setup test setup-azure test-azure setup-hdfs test-hdfs setup-stores test-stores lint demo bench bench-files bench-sharded bench-async bench-scale dev clean
+.PHONY: setup test test-all setup-azure test-azure setup-hdfs test-hdfs setup-stores test-stores lint demo bench bench-files bench-sharded bench-async bench-scale dev clean
 .DELETE_ON_ERROR:
 
 setup: $(FORK_STAMP)
 
 # Two at a time, for much of what they do is to wait; each file's tests in one process, which share its servers.
 test: lint
-	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+	$(BIN)/python -m pytest -m "not exhaustive" --numprocesses 3 --dist worksteal
+
+# What takes minutes besides.
+test-all: test
+	$(BIN)/python -m pytest -m exhaustive --numprocesses 2 --dist worksteal
 
 # What `make test` leaves out, for it needs npm. A version of azurite is installed once, into a folder of its own.
 test-azure: setup-azure
