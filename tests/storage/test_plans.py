@@ -64,10 +64,10 @@ def together(world: int, act: Callable[[Meeting], Any]) -> list[Any]:
         return list(threads.map(caught, [Seat(table, rank) for rank in range(world)]))
 
 
-def item(name: str, at: int, size: int, of: int) -> WriteItem:
+def item(name: str, at: int, size: int, of: int, kind: WriteItemType | None = None) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size([at]), torch.Size([size]))
     data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size([of]))
-    kind = WriteItemType.TENSOR if size == of else WriteItemType.SHARD
+    kind = kind or (WriteItemType.TENSOR if size == of else WriteItemType.SHARD)
     return WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=data)
 
 
@@ -115,13 +115,22 @@ def described(joint: Any, counts: Sequence[int] = (2, 1)) -> Metadata:
     return read
 
 
-def test_what_several_ranks_have_is_written_by_the_one_with_the_least_to_write() -> None:
-    heavy = SavePlan([item("large", 0, 100, 100), item("step", 0, 1, 1)], planner_data={})
-    light = SavePlan([item("step", 0, 1, 1)], planner_data={"step": ("step",)})
+def test_what_several_ranks_have_of_a_distributed_tensor_is_written_by_the_one_with_the_least_to_write() -> None:
+    shared = item("w", 0, 1, 1, WriteItemType.SHARD)
+    heavy = SavePlan([item("large", 0, 100, 100), shared], planner_data={})
+    light = SavePlan([shared], planner_data={"w": ("w",)})
     written, metadata = joined(heavy, light)
-    assert written == [["large"], ["step"]]
-    assert set(metadata.state_dict_metadata) == {"large", "step"}
-    assert metadata.planner_data == {"step": ("step",)}
+    assert written == [["large"], ["w"]]
+    assert set(metadata.state_dict_metadata) == {"large", "w"}
+    assert metadata.planner_data == {"w": ("w",)}
+
+
+def test_other_tensors_and_objects_are_all_written_by_the_lowest_rank_that_has_them() -> None:
+    note = WriteItem(MetadataIndex("note"), WriteItemType.BYTE_IO)
+    own = [item("mean", 0, 3, 3), item("variance", 0, 3, 3), note]
+    first = SavePlan([item("large", 0, 100, 100)], planner_data={})
+    written, _ = joined(first, SavePlan(own, planner_data={}), SavePlan(own, planner_data={}))
+    assert written == [["large"], ["mean", "variance", "note"], []]
 
 
 def test_the_metadata_are_those_that_torch_would_make() -> None:

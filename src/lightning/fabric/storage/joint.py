@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from lightning.fabric.storage.packing import Made, made_numbers, made_sizes
 from lightning.fabric.storage.pickling import collection_paused
@@ -42,16 +43,18 @@ class PackedPlan(NamedTuple):
     @classmethod
     def of(cls, plan: SavePlan) -> "PackedPlan":
         """Packs what torch's planner made."""
-        items: list[tuple[str, TensorProperties | None, torch.Size | None]] = []
+        items: list[_Item] = []
         offsets: list[int] = []
         sizes: list[int] = []
         for item in plan.items:
             data = item.tensor_data
-            items.append((item.index.fqn, data.properties if data else None, data.size if data else None))
+            properties, size = (data.properties, data.size) if data else (None, None)
+            items.append(_Item(item.index.fqn, properties, size, item.type == WriteItemType.SHARD))
             if data:
                 offsets += data.chunk.offsets
                 sizes += data.chunk.sizes
-        return cls(pickle.dumps((items, plan.planner_data)), np.array(offsets + sizes, "<i8").tobytes())
+        packed = [tuple(item) for item in items]
+        return cls(pickle.dumps((packed, plan.planner_data)), np.array(offsets + sizes, "<i8").tobytes())
 
 
 class _Item(NamedTuple):
@@ -60,6 +63,8 @@ class _Item(NamedTuple):
     name: str
     properties: TensorProperties | None
     size: torch.Size | None
+    #: Whether it is of a distributed tensor, of which those that have the same part have the same values.
+    is_shard: bool
 
 
 class _Part(NamedTuple):
@@ -114,8 +119,9 @@ class Joint:
 def join_plans(plans: Sequence[PackedPlan]) -> tuple[list[bytes], Joint]:
     """What each rank is to write, and what the checkpoint consists of.
 
-    What several ranks have is written by the one of them that has the least to write. torch's own planner does the
-    same, but looks for chunks that overlap in a time that grows with the square of the number of ranks.
+    What several ranks have of a distributed tensor is written by the one of them that has the least to write, as by
+    torch's own planner, which looks for chunks that overlap in a time that grows with the square of the number of
+    ranks. All else may differ from rank to rank, and belong together: the lowest rank that has it writes it.
 
     Args:
         plans: What each rank has.
@@ -147,6 +153,7 @@ class _Items:
         self.items = [_Item(*item) for item in items]
         self.names = _numbers(numbers.setdefault(item.name, len(numbers)) for item in self.items)
         self.dims = _numbers(_NO_TENSOR if item.size is None else len(item.size) for item in self.items)
+        self.is_shard = np.fromiter((item.is_shard for item in self.items), bool)
         self.itemsizes = _numbers(item.properties.dtype.itemsize if item.properties else 0 for item in self.items)
 
 
@@ -168,6 +175,7 @@ class _Rows:
         self.rank = np.repeat(np.arange(len(plans)), [len(items.items) for items in of_ranks])
         self.name = np.concatenate([items.names for items in of_ranks])
         self.dims = np.concatenate([items.dims for items in of_ranks])
+        self.is_shard = np.concatenate([items.is_shard for items in of_ranks])
         places = [np.frombuffer(plan.places, "<i8").reshape(2, -1) for plan in plans]
         self.offsets = _padded(self.dims, np.concatenate([of_rank[0] for of_rank in places]), 0)
         self.sizes = _padded(self.dims, np.concatenate([of_rank[1] for of_rank in places]), 1)
@@ -203,9 +211,13 @@ def _without_duplicates(rows: _Rows, world: int) -> NDArray[np.bool_]:
     starts = np.flatnonzero(differs)
     counts = np.diff(np.append(starts, len(order)))
     is_written = np.ones(len(order), bool)
-    same = [order[start : start + count].tolist() for start, count in zip(starts, counts, strict=True) if count > 1]
-    for group in same:
-        is_written[group] = False
+    same = []
+    for start, count in zip(starts, counts, strict=True):
+        if count > 1:
+            group = order[start : start + count].tolist()  # by rank
+            is_shared = bool(rows.is_shard[group].all())
+            is_written[group if is_shared else group[1:]] = False
+            same += [group] if is_shared else []
     loads = np.bincount(rows.rank, weights=rows.nbytes * is_written, minlength=world).tolist()
     for group in sorted(same):
         ranks = rows.rank[group].tolist()
