@@ -16,6 +16,7 @@ from lightning.fabric.storage.host_memory import ALIGNMENT
 from lightning.fabric.storage.location import Location, display
 from lightning.fabric.storage.own_plugins import saves_shards
 from lightning.fabric.storage.ranks import failures_of_ranks, from_rank_zero
+from lightning.fabric.storage.records import is_plain
 from lightning.fabric.storage.save_queue import OnError, Queue, Save, may_skip
 from lightning.fabric.storage.staging import Staging
 from lightning.fabric.storage.stats import reporting, stage
@@ -167,7 +168,7 @@ class Engine:
             tensors: What a state of this rank mostly consists of. They are only looked at.
         """
         self.is_warm = True
-        local = [_local(tensor) for tensor in tensors]
+        local = [tensor for tensor in map(_local, tensors) if is_plain(tensor)]
         # each is aligned, and there is a little more in a state
         size = _EXTRA + sum(tensor.nbytes + ALIGNMENT for tensor in local)
         self._staging.warm(size, pinned=any(tensor.is_cuda for tensor in local))

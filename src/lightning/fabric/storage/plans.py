@@ -11,10 +11,20 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
+from typing_extensions import override
 
+from lightning.fabric.storage.describable import Object, describable
 from lightning.fabric.storage.joint import Joint, PackedPlan, join_plans
 from lightning.fabric.storage.meeting import Meeting
 from lightning.fabric.storage.staging import Staged, Staging
+
+
+class _Planner(DefaultSavePlanner):
+    """Takes objects as they are."""
+
+    @override
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return super().transform_object(write_item, object.value if isinstance(object, Object) else object)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +44,13 @@ class Shard:
 
     @classmethod
     def of(cls, state: dict[str, Any], meta: Any, meeting: Meeting) -> "Shard":
-        """What this rank has of ``state``, where it is."""
-        planner = DefaultSavePlanner()
-        planner.set_up_planner(state, is_coordinator=meeting.is_coordinator)
+        """What this rank has of ``state``, where it is.
+
+        Raises:
+            ValueError: A part of ``state`` is of this rank alone, and cannot be put together with those of others.
+        """
+        planner = _Planner()
+        planner.set_up_planner(describable(state), is_coordinator=meeting.is_coordinator)
         return cls(planner.create_local_plan(), planner.resolve_data, meta if meeting.is_coordinator else None)
 
     def staged(self, staging: Staging) -> "StagedShard":
