@@ -192,7 +192,7 @@ def test_a_relative_path_is_that_of_the_time_of_the_save(tmp_path: Path, monkeyp
 def test_a_full_state_that_is_on_its_way_is_expected_at_its_path(tmp_path: Path) -> None:
     base = Held()
     io = AsyncCheckpointIO(base)
-    with saving_full(tmp_path / "x.ckpt", io):
+    with saving_full(tmp_path / "x.ckpt", io, {}):
         io.save_checkpoint({}, tmp_path / "x.ckpt")
     assert background.will_exist(tmp_path / "x.ckpt")
     base.goes_on.set()

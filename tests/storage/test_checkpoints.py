@@ -47,7 +47,7 @@ def assert_shards(place: Path | str) -> None:
 def test_a_full_file_that_cannot_be_saved_leaves_the_shards_that_it_replaces(place: Path | str) -> None:
     make_shards(place)
 
-    with pytest.raises(RuntimeError, match="no luck"), checkpoints.saving_full(place, TorchCheckpointIO()):
+    with pytest.raises(RuntimeError, match="no luck"), checkpoints.saving_full(place, TorchCheckpointIO(), {}):
         raise RuntimeError("no luck")
     assert_shards(place)
 

@@ -57,7 +57,7 @@ def test_sharded_state_stays_on_its_device_until_the_writer_asks_for_it(
     sharded: bool, offloaded: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(module.parameters())
+    optimizer = torch.optim.Adagrad(module.parameters())  # which has a state at once
     trainers = TrainerModelParallel(save_distributed_checkpoint=sharded)
     trainers.model = module
     monkeypatch.setattr(model_parallel, "_has_dtensor_modules", lambda module: isinstance(module, nn.Module))

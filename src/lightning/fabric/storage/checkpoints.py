@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from lightning.fabric.storage import optimizers, rest, targets
 from lightning.fabric.storage.background import drain
+from lightning.fabric.storage.describable import is_sized
 from lightning.fabric.storage.engine import engine_of
 from lightning.fabric.storage.load import check_file, load_bytes, load_file
 from lightning.fabric.storage.location import Location, display, is_file, is_folder, locate, shares_names
@@ -166,12 +168,14 @@ def save_sharded(
     Raises:
         OSError: A rank could not write. Every rank raises the same, with the reasons of all.
         RuntimeError: A rank could not save for another reason, likewise.
+        ValueError: ``meta`` has what cannot be saved of rank zero alone, likewise.
     """
     from lightning.fabric.storage.meeting import Meeting
     from lightning.fabric.storage.plans import Plans, Shard
     from lightning.fabric.storage.sharded import ShardWriter
 
     location = locate_checkpoint(path)
+    rest.refuse_parts(_users(meta or {}), location)
     if (engine := engine_of(checkpoint_io or _plugin.get())) is not None:
         engine.save_sharded(state, meta, location)
         return
@@ -180,7 +184,13 @@ def save_sharded(
         ShardWriter(location, meeting).save(lambda: Shard.of(state, meta, meeting), Plans())
 
 
-def load_shards(state: dict[str, Any], path: _Path, strict: bool = True, weights_only: bool | None = None) -> None:
+def load_shards(
+    state: dict[str, Any],
+    path: _Path,
+    strict: bool = True,
+    weights_only: bool | None = None,
+    module: "torch.nn.Module | None" = None,
+) -> None:
     """Loads into the tensors of ``state`` what this rank keeps of it; a collective call.
 
     Args:
@@ -188,6 +198,8 @@ def load_shards(state: dict[str, Any], path: _Path, strict: bool = True, weights
         path: The checkpoint's folder.
         strict: Whether it is an error if the checkpoint lacks something.
         weights_only: As for :func:`torch.load`, of what is no tensor.
+        module: If ``state`` is that of a module, the module. What the checkpoint has of it in another shape replaces
+            what is in ``state``.
 
     Raises:
         FileNotFoundError: There is no complete checkpoint.
@@ -199,28 +211,71 @@ def load_shards(state: dict[str, Any], path: _Path, strict: bool = True, weights
     planner = dcp.DefaultLoadPlanner() if strict else dcp.DefaultLoadPlanner(allow_partial_load=True)
     location, reader = _reader(path, weights_only)
     with failures_of_ranks("load", location, reader):
+        if module is not None:
+            for key, values in state.items():
+                targets.fit_module_state(values, targets.entries_of(reader.read_metadata(), key), module)
         getattr(dcp, "load", dcp.load_state_dict)(state, storage_reader=reader, planner=planner)
+    if module is not None:
+        for values in state.values():
+            targets.replace_buffers(module, values)
 
 
-def load_optimizer_shards(
-    model_state: dict[str, Any], key: str, path: _Path, weights_only: bool | None = None
-) -> dict[str, Any]:
-    """Loads what this rank keeps of an optimizer's state, which is called ``key`` in the checkpoint; a collective call.
+def load_optimizer(
+    module: "torch.nn.Module",
+    optimizer: "torch.optim.Optimizer",
+    key: str,
+    path: _Path,
+    strict: bool = True,
+    weights_only: bool | None = None,
+) -> None:
+    """Loads an optimizer's state, which is called ``key`` in the checkpoint, into the optimizer; a collective call.
 
     Args:
-        model_state: Of the model that is optimized.
-        key: The optimizer's.
+        module: What is optimized. Its parameters are DTensors.
+        optimizer: The optimizer.
+        key: What it is called.
         path: The checkpoint's folder.
+        strict: Whether it is an error if the checkpoint does not know a parameter of the optimizer.
         weights_only: As for :func:`load_shards`.
 
     Raises:
+        KeyError: It is, or the checkpoint knows nothing of this optimizer.
         OSError: As for :func:`load_shards`.
+    """
+    _, metadata = _sharded(path)
+    state = {key: optimizers.room_for(module, optimizer, metadata, key)}
+    load_shards(state, path, weights_only=weights_only)
+    optimizers.place(module, optimizer, state[key], strict)
+
+
+def load_flat_optimizer(
+    module: "torch.nn.Module",
+    optimizer: "torch.optim.Optimizer",
+    model_state: dict[str, Any],
+    key: str,
+    path: _Path,
+    weights_only: bool | None = None,
+) -> None:
+    """As :func:`load_optimizer`, for the parameters of FSDP; in the context of its sharded state.
+
+    Args:
+        module: What is optimized.
+        optimizer: The optimizer.
+        model_state: Of the module, which says how the parameters are sharded.
+        key: What the optimizer is called in the checkpoint.
+        path: The checkpoint's folder.
+        weights_only: As for :func:`load_shards`.
     """
     from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 
     location, reader = _reader(path, weights_only)
+    sized = {name: value for name, value in model_state.items() if isinstance(value, torch.Tensor) and is_sized(value)}
     with failures_of_ranks("load", location, reader):
-        return dict(load_sharded_optimizer_state_dict(model_state, key, reader))
+        state = dict(load_sharded_optimizer_state_dict(sized, key, reader))
+    if key not in state:
+        raise KeyError(optimizers.unknown(key))
+    # of an optimizer without a state, stock Lightning and older releases of this saved nothing but the groups
+    optimizers.place_flat(module, optimizer, {"state": {}, **state[key]})
 
 
 def _reader(path: _Path, weights_only: bool | None) -> tuple[Location, Any]:
@@ -253,21 +308,30 @@ def load_metadata(path: _Path, weights_only: bool | None = None) -> Any:
     return load_bytes(io.BytesIO(content), "cpu", weights_only)
 
 
-def save_full(state: dict[str, Any], location: Location, checkpoint_io: "CheckpointIO | None" = None) -> None:
+def save_full(
+    state: dict[str, Any],
+    location: Location,
+    checkpoint_io: "CheckpointIO | None" = None,
+    objects: Mapping[str, Any] | None = None,
+) -> None:
     """Saves a full state, which rank zero has, as one file with the strategy's plugin; a collective call.
 
     Args:
         state: The state.
         location: Where to.
         checkpoint_io: As for :func:`save_sharded`.
+        objects: What ``state`` is of, by the same names.
 
     Raises:
         OSError: Rank zero could not write. Every rank raises it.
+        ValueError: As for :func:`save_sharded`.
     """
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
     plugin = checkpoint_io or _plugin.get() or TorchCheckpointIO()
-    with saving_full(location, plugin):
+    gathered = (torch.nn.Module, torch.optim.Optimizer)
+    names = {name for name, value in (objects or {}).items() if not isinstance(value, gathered)}
+    with saving_full(location, plugin, {name: value for name, value in state.items() if name in names}):
         if is_rank_zero():
             plugin.save_checkpoint(state, location)
 
@@ -293,15 +357,22 @@ def read_together(path: _Path, read: Callable[[], _T]) -> _T:
 
 
 @contextmanager
-def saving_full(location: Location, checkpoint_io: "CheckpointIO") -> Iterator[None]:
+def saving_full(location: Location, checkpoint_io: "CheckpointIO", checkpoint: Mapping[str, Any]) -> Iterator[None]:
     """For a body that saves a full state as one file on rank zero, with ``checkpoint_io``; a collective call.
 
     A sharded checkpoint in its place goes when the body has succeeded, and every rank learns if it has not. If the
     plugin saves in the background, the shards go when it has done so.
 
+    Args:
+        location: Where it saves.
+        checkpoint_io: What it saves with.
+        checkpoint: What belongs to it beside model and optimizers, and the Trainer's states of these.
+
     Raises:
+        ValueError: As for :func:`save_sharded`.
         OSError: On the other ranks, if the body failed on rank zero; of the same type where it is a built-in one.
     """
+    rest.refuse_parts(_users(checkpoint), location)
     with together(f"saving {display(location)}"):
         yield
         if is_rank_zero():
@@ -310,6 +381,11 @@ def saving_full(location: Location, checkpoint_io: "CheckpointIO") -> Iterator[N
                 _remove_what_a_file_replaces(location, checkpoint_io)
             else:
                 engine.remove(location, lambda: _remove_what_a_file_replaces(location, checkpoint_io), is_partial=True)
+
+
+def _users(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a Trainer's checkpoint what others than itself may have put there."""
+    return {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states", "loops")}
 
 
 def _remove_what_a_file_replaces(location: Location, checkpoint_io: "CheckpointIO") -> None:

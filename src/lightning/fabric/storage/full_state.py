@@ -5,6 +5,7 @@ Then they are read as those of a sharded checkpoint are: straight into the parts
 optimizer's state that the rank has, many ranges at a time.
 """
 
+import logging
 import math
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,8 +15,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
-from lightning.fabric.storage import checkpoints
+from lightning.fabric.storage import checkpoints, optimizers, targets
 from lightning.fabric.storage.checksums import Record
+from lightning.fabric.storage.describable import is_distributed
 from lightning.fabric.storage.load import OpenedFile, load_without_tensors
 from lightning.fabric.storage.location import Location, Url, display, locate, options_of
 from lightning.fabric.storage.ranks import failures_of_ranks, together, unseen_explained
@@ -23,6 +25,8 @@ from lightning.fabric.utilities.distributed import _distributed_is_initialized
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+log = logging.getLogger(__name__)
 
 #: An attribute of the storages of tensors that have not been read.
 _MARK = "_lightning_file"
@@ -56,14 +60,18 @@ def load_full(path: Any, weights_only: bool | None = None, apart: Collection[str
     if not _distributed_is_initialized() or torch.distributed.get_world_size() == 1:
         return checkpoints.load_full(location, weights_only)
     with together(f"loading {display(location)}"):
-        with unseen_explained(location):
-            loaded = load_without_tensors(location, weights_only)
+        try:
+            with unseen_explained(location):
+                loaded = load_without_tensors(location, weights_only)
+        except NotImplementedError as error:  # as of quantized tensors, which there are not without values
+            log.info(f"{display(location)} is loaded as a whole ({error})")
+            loaded = None
         if loaded is None or _mark(loaded.obj, loaded.file) != loaded.storages:
             return checkpoints.load_full(location, weights_only)
     if apart is None:
         return loaded.obj
     rest = {key: value for key, value in loaded.obj.items() if key not in apart}
-    return {**loaded.obj, **_filled(rest)}
+    return {**loaded.obj, **filled(rest)}
 
 
 def load_module(state: dict[str, Any], module: torch.nn.Module, strict: bool) -> bool:
@@ -75,7 +83,7 @@ def load_module(state: dict[str, Any], module: torch.nn.Module, strict: bool) ->
         strict: Whether it is an error if the module has something that ``state`` has not.
 
     Returns:
-        False if nothing was done, for ``state`` has been loaded already, or the module's own tensors do not exist yet.
+        False if nothing was done, for the module's own parameters do not exist yet.
 
     Raises:
         KeyError: ``state`` lacks something.
@@ -83,11 +91,9 @@ def load_module(state: dict[str, Any], module: torch.nn.Module, strict: bool) ->
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    if not any(_is_unread(value) for value in state.values()):
-        return False
     own = get_model_state_dict(module)
-    if any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
-        state.update(_filled(dict(state)))
+    if any(isinstance(value, Tensor) and value.is_meta for value in module.parameters()):
+        state.update(filled(dict(state)))
         return False
     missing = sorted(name for name, value in own.items() if isinstance(value, Tensor) and name not in state)
     if missing and strict:
@@ -95,47 +101,52 @@ def load_module(state: dict[str, Any], module: torch.nn.Module, strict: bool) ->
             f"The checkpoint has no {missing[0]!r}, and lacks {len(missing)} of the model's tensors in all. Is it one"
             " of this model? To load what there is, set `strict=False`."
         )
-    for name, value in _read_parts({name: state[name] for name in own if name in state}, own).items():
-        own[name] = value
+    parts = targets.parts_of(module)
+    wanted = {name: value for name, value in state.items() if name in own or targets.looks_itself(parts, name)}
+    own.update(_read_parts(wanted, own))
+    targets.replace_buffers(module, own)
     module.load_state_dict(own, strict=False)  # which calls hooks; what has been read is in its place
     return True
 
 
+def load_gathered(state: dict[str, Any], module: torch.nn.Module, strict: bool) -> None:
+    """As :func:`load_module`, for FSDP while its parameters are whole."""
+    whole = filled(state)
+    targets.replace_buffers(module, whole)
+    module.load_state_dict(whole, strict=strict)
+
+
 def load_optimizer(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], options: Any
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], strict: bool
 ) -> None:
     """Loads what this rank keeps of an optimizer's state; a collective call.
 
     Args:
-        module: What is optimized.
+        module: What is optimized. Its parameters are DTensors.
         optimizer: The optimizer.
         state: From :func:`load_full`, by the names of the module's parameters.
-        options: For torch's ``set_optimizer_state_dict``, if ``state`` has been loaded already.
+        strict: Whether it is an error if the checkpoint does not know a parameter of the optimizer.
 
     Raises:
+        KeyError: It is.
         OSError: A rank could not read the file. Every rank raises it.
     """
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
+    flat = {(name, part): value for name, values in state["state"].items() for part, value in values.items()}
+    numbers = {str(number): path for number, path in enumerate(flat)}
+    target = optimizers.targets(module, optimizer)
+    parts = _read_parts(
+        {number: flat[path] for number, path in numbers.items()},
+        {
+            number: target(*path, flat[path].size(), flat[path].dtype)
+            for number, path in numbers.items()
+            if isinstance(flat[path], Tensor) and targets.is_strided(flat[path])
+        },
     )
-
-    if any(_is_unread(value) for values in state["state"].values() for value in values.values()):
-        own: Any = get_optimizer_state_dict(module, optimizer)["state"]
-        flat = {(name, key): value for name, values in state["state"].items() for key, value in values.items()}
-        mine = {(name, key): value for name, values in own.items() for key, value in values.items()}
-        names = {str(number): path for number, path in enumerate(flat)}
-        parts = _read_parts(
-            {number: flat[path] for number, path in names.items()},
-            {number: mine[path] for number, path in names.items() if path in mine},
-        )
-        read: dict[str, dict[str, Any]] = {name: {} for name in state["state"]}
-        for number, (name, key) in names.items():
-            read[name][key] = parts[number]
-        state = {**state, "state": read}
-        options = StateDictOptions(strict=options.strict)
-    set_optimizer_state_dict(module, optimizer, optim_state_dict=state, options=options)
+    read: dict[str, dict[str, Any]] = {name: {} for name in state["state"]}
+    for number, (name, part) in numbers.items():
+        read[name][part] = parts[number]
+    groups = filled(state["param_groups"])
+    optimizers.place(module, optimizer, {"state": read, "param_groups": groups}, strict)
 
 
 def _mark(obj: Any, file: OpenedFile) -> int:
@@ -143,7 +154,8 @@ def _mark(obj: Any, file: OpenedFile) -> int:
     places = set()
 
     def mark(tensor: Tensor) -> Tensor:
-        if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and tensor.is_meta:
+        is_usual = type(tensor) in (Tensor, torch.nn.Parameter) and targets.is_strided(tensor)
+        if is_usual and tensor.is_meta and not tensor.is_conj() and not tensor.is_neg():
             storage = tensor.untyped_storage()
             if hasattr(storage, "_checkpoint_offset"):
                 setattr(storage, _MARK, file)
@@ -155,7 +167,8 @@ def _mark(obj: Any, file: OpenedFile) -> int:
 
 
 def _is_unread(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta and hasattr(value.untyped_storage(), _MARK)
+    is_meta = isinstance(value, Tensor) and value.is_meta and value.layout == torch.strided
+    return is_meta and hasattr(value.untyped_storage(), _MARK)
 
 
 def _start_of(tensor: Tensor) -> int:
@@ -163,7 +176,7 @@ def _start_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._checkpoint_offset)  # type: ignore[arg-type]
 
 
-def _filled(tree: Any) -> Any:
+def filled(tree: Any) -> Any:
     """A copy of a collection with all its tensors, read into host memory; those that share memory go on sharing it."""
     unread: dict[int, torch.UntypedStorage] = {}
 
@@ -194,11 +207,8 @@ def _filled(tree: Any) -> Any:
 
 def _read_parts(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """What this rank keeps of ``state``: in the tensors of ``own``, where it has those, else whole."""
-    direct = {
-        name: value
-        for name, value in state.items()
-        if _is_unread(value) and value.is_contiguous() and isinstance(own.get(name), Tensor)
-    }
+    own = {name: value for name, value in own.items() if _takes(value, state.get(name))}
+    direct = {name: state[name] for name in own if _is_unread(state[name]) and state[name].is_contiguous()}
     places = {
         name: _Place(
             _start_of(value) + value.storage_offset() * value.itemsize,
@@ -210,8 +220,15 @@ def _read_parts(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     if direct:
         file: OpenedFile = getattr(next(iter(direct.values())).untyped_storage(), _MARK)
         _read(file, {name: own[name] for name in direct}, places)
-    rest = _filled({name: value for name, value in state.items() if name not in direct})
+    rest = filled({name: value for name, value in state.items() if name not in direct})
     return {name: own[name] if name in direct else _distributed(rest[name], own.get(name)) for name in state}
+
+
+def _takes(own: Any, value: Any) -> bool:
+    """Whether a tensor is loaded into one of this rank; else it replaces what the rank has."""
+    if not isinstance(own, Tensor) or not isinstance(value, Tensor) or own.is_meta:
+        return False
+    return is_distributed(own) or (targets.is_writable(own) and own.size() == value.size())
 
 
 def _distributed(value: Any, like: Any) -> Any:
