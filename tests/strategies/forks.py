@@ -120,18 +120,18 @@ class _Handler(socketserver.StreamRequestHandler):
         self._say(ids)
         self.rfile.readline()
         os.close(gate_in)
-        statuses = _wait(ids, job.get("grace_s", GRACE_S))
+        statuses = _wait(ids, job.get("grace_s", GRACE_S), job.get("longest_s", LONGEST_S))
         self._say([_outcome(status, reading) for status, reading in zip(statuses, told, strict=True)])
 
     def _say(self, value: Any) -> None:
         self.wfile.write(json.dumps(value).encode() + b"\n")
 
 
-def _wait(ids: list[int], grace_s: float) -> list[int]:
+def _wait(ids: list[int], grace_s: float, longest_s: float) -> list[int]:
     """The exit statuses; when a rank was killed, the others are too, but not at once."""
     handles = {os.pidfd_open(pid): pid for pid in ids}
     statuses: dict[int, int] = {}
-    deadline = time.monotonic() + LONGEST_S
+    deadline = time.monotonic() + longest_s
     while handles:
         ready, _, _ = select.select(list(handles), [], [], max(0.0, deadline - time.monotonic()))
         for handle in ready or list(handles):

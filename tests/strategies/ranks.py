@@ -36,7 +36,7 @@ from lightning.fabric.storage import commit, replacement, stats
 from lightning.fabric.storage.background import drain
 from lightning.fabric.storage.transport import multipart, sink, stores
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from tests.strategies import slowness
+from tests.strategies import resumes, slowness
 from tests.strategies.forks import Forks, Job, kill, numbered
 
 WIDTH = 160
@@ -131,6 +131,9 @@ def run(job: Job, rank: int, listener: socket.socket, ids: Sequence[int]) -> dic
         return train(job, rank, world)
     if job["task"] == "fit":
         return fit(job, world)
+    if job["task"] == "resume":
+        os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        return resumes.run(job)
     plugins = [AsyncCheckpointIO()] if job.get("async") else []
     fabric = Fabric(accelerator="cpu", devices=world, strategy=_strategy(job, world), plugins=plugins)
     fabric.launch()
@@ -209,6 +212,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def save(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
     """Saves. At an act of one rank (``actor``) others or itself (``victims``) get a signal if the job says so."""
     state = state_of(fabric, job["value"])
+    if job.get("part"):
+        state["part"] = next(iter(state["model"].parameters())).detach().clone()
     if job.get("unpicklable"):
         state["note"] = lambda: None
     fabric.barrier()
@@ -340,6 +345,38 @@ def tied(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
     return {"found": weight.unique().tolist(), "nbytes": weight.nbytes}
 
 
+def stateless(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
+    """Saves optimizers, one without a state and one that has it of some parameters only, and loads them into others."""
+    states = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = fabric.setup_module(nn.Sequential(Block(), nn.Linear(WIDTH, 2, bias=False)))
+        parameters = list(model.parameters())
+        adam, sgd = torch.optim.Adam(parameters[:2], lr=seed), torch.optim.SGD(parameters[2:], lr=seed)
+        optimizers = {"adam": fabric.setup_optimizers(adam), "sgd": fabric.setup_optimizers(sgd)}
+        if seed == 1:
+            # FSDP gives all parameters of a unit a gradient, or none
+            for parameter in parameters[job["strategy"] != "fsdp" :]:
+                parameter.grad = torch.ones_like(parameter)
+            adam.step()
+            sgd.step()
+            adam.zero_grad()
+            sgd.zero_grad()
+        states.append(({"model": model, **optimizers}, (adam, sgd), parameters))
+    (saved, *before), (loaded, *after) = states
+    told = _attempt(lambda: (fabric.save(job["path"], saved), fabric.load(job["path"], loaded)))
+    ends = []
+    for optimizers, parameters in (before, after):
+        numbers = {parameter: number for number, parameter in enumerate(parameters) if parameter.numel()}
+        of = [
+            {str(numbers[one]): value for one, value in optimizer.state.items() if one in numbers}
+            for optimizer in optimizers
+        ]
+        groups = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+        ends.append(resumes.told({"parameters": parameters, "states": of, "groups": groups}))
+    return {**told, "different": resumes.differences(*ends)}
+
+
 def check(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
     """Loads what is in each of several places, and saves another value there, if there is one, and loads that."""
     slowness.begin(job, fabric.global_rank)
@@ -370,4 +407,12 @@ def _attempt(action: Callable[[], Any]) -> dict[str, Any]:
     return {"error": error, "seconds": time.monotonic() - began}
 
 
-TASKS = {"save": save, "save_many": save_many, "load": load, "spread": spread, "tied": tied, "check": check}
+TASKS = {
+    "save": save,
+    "save_many": save_many,
+    "load": load,
+    "spread": spread,
+    "tied": tied,
+    "stateless": stateless,
+    "check": check,
+}

@@ -123,6 +123,14 @@ class Channel:
         if failed is not None:
             raise failed
 
+    def gather(self, value: _T) -> list[_T]:
+        """On rank zero what each rank calls this with, in their order; nothing on the others."""
+        if self.group is None:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size if self.rank == 0 else []
+        torch.distributed.gather_object(value, gathered or None, dst=0, group=self.group)
+        return gathered
+
     def broadcast(self, value: _T) -> _T:
         """What rank zero calls this with."""
         if self.group is None:

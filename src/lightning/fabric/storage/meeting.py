@@ -49,7 +49,7 @@ class Meeting:
         with channel.talking():
             with channel.working(what):
                 said = self._attempt(mine)
-            all_said = self._gather(said)
+            all_said = channel.gather(said)
             with channel.working(what):
                 answers = self._decide(all_said, decide) if self.is_coordinator else []
             answer = self._scatter(answers)
@@ -74,13 +74,6 @@ class Meeting:
         except BaseException as error:
             self.error = error
             return _Failure(portable(error), traceback.extract_tb(error.__traceback__))
-
-    def _gather(self, said: Any) -> list[Any]:
-        if self._channel.group is None:
-            return [said]
-        all_said = [None] * self.world_size if self.is_coordinator else None
-        torch.distributed.gather_object(said, all_said, dst=0, group=self._channel.group)
-        return all_said or []
 
     def _scatter(self, answers: list[Any]) -> Any:
         if self._channel.group is None:

@@ -1,8 +1,10 @@
 """What belongs to a checkpoint of all ranks beside model and optimizers, of which only what rank zero has is saved."""
 
+import logging
 import math
 import zlib
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from torch import Tensor
 from lightning.fabric.storage.describable import is_distributed, is_shard, is_values, tensors_in
 from lightning.fabric.storage.location import Location, display
 from lightning.fabric.storage.meeting import Meeting
+
+log = logging.getLogger(__name__)
 
 #: How many values of a tensor are compared.
 _SAMPLE = 1024
@@ -21,7 +25,8 @@ _Looks = dict[str, tuple[Any, ...]]
 def refuse_parts(rest: Mapping[str, Any], location: Location) -> None:
     """Raises if a tensor is a part that only this rank has, for the other ranks would get that of rank zero.
 
-    A collective call. Numbers may differ from rank to rank, and so may tensors of one value, such as metrics.
+    A collective call. Numbers may differ from rank to rank, and so may tensors of one value, such as metrics. Of whole
+    numbers that do, such as the state of a random number generator, there is a warning: those of rank zero are saved.
 
     Args:
         rest: What is saved of rank zero.
@@ -61,9 +66,13 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _compare(all_looks: list[_Looks]) -> list[None]:
-    for path, look in all_looks[0].items():
+    for path, (dtype, shape, checksum) in all_looks[0].items():
         for rank, looks in enumerate(all_looks):
-            if looks.get(path, look) != look:
+            of_rank = looks.get(path, (dtype, shape, checksum))
+            if of_rank[:2] == (dtype, shape) and not (dtype.is_floating_point or dtype.is_complex):
+                if of_rank[2] != checksum:
+                    _warn_of_rank_zeros(path)
+            elif of_rank != (dtype, shape, checksum):
                 raise ValueError(
                     f"{path!r} is not the same tensor on rank {rank} as on rank 0, and outside of model and optimizers"
                     " only what rank zero has is saved. If each rank has a part, put the whole there, on all ranks"
@@ -71,3 +80,11 @@ def _compare(all_looks: list[_Looks]) -> list[None]:
                     " (`torch.distributed.all_gather_object`)."
                 )
     return [None] * len(all_looks)
+
+
+@cache
+def _warn_of_rank_zeros(path: str) -> None:
+    log.warning(
+        f"{path!r} is not the same on all ranks. A checkpoint has that of rank zero, which all of them get when they"
+        " resume: if each needs its own, save a list of all (`torch.distributed.all_gather_object`)."
+    )

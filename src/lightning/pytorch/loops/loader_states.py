@@ -1,0 +1,72 @@
+"""The states of the data loaders of all ranks, for each rank is at a place of its own in the data."""
+
+import io
+import sys
+from typing import Any
+
+import torch
+
+from lightning.fabric.storage.channel import training_channel
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+
+#: What Lightning keeps the states of the loaders of rank zero as, and what those of all ranks are kept as.
+_OWN, _OF_RANKS = "combined_loader", "combined_loaders_of_ranks"
+
+
+def gathered(loops: dict[str, Any]) -> dict[str, Any]:
+    """The state of the Trainer's loops, with the states of all ranks' loaders on rank zero.
+
+    A collective call if there are any loaders with a state.
+
+    Args:
+        loops: This rank's, which is changed.
+
+    Raises:
+        OSError: A rank has a state that cannot be pickled. Every rank raises it, or what the pickler says of it.
+    """
+    state = loops.get("fit_loop", {}).get("state_dict", {})
+    channel = training_channel()
+    if _OWN not in state or channel.world_size == 1:
+        return loops
+    if sys.exc_info()[0] is not None:  # this rank may be the only one that saves, as it does on an exception
+        rank_zero_warn(
+            "A checkpoint that is saved because of an exception has only the state of the data loaders of rank zero:"
+            " all ranks will go on from there."
+        )
+        return loops
+    with channel.talking():
+        with channel.working("saving the states of data loaders"):
+            own = _pickled(state[_OWN])
+        of_ranks = channel.gather(own)
+    if of_ranks:
+        state[_OF_RANKS] = [torch.load(io.BytesIO(one), map_location="cpu", weights_only=False) for one in of_ranks]
+    return loops
+
+
+def of_this_rank(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The states of this rank's loaders.
+
+    Args:
+        state: What the fit loop has saved.
+    """
+    own: list[dict[str, Any]] = state.get(_OWN, [])
+    of_ranks = state.get(_OF_RANKS)
+    if not of_ranks:
+        return own
+    rank, world = 0, 1
+    if _distributed_is_initialized():
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if world != len(of_ranks):
+        rank_zero_warn(
+            f"The checkpoint has the state of the data loaders of {len(of_ranks)} ranks, and these are {world}: each of"
+            " them goes on from that of rank zero, so that some of the data may be seen twice and some not at all."
+        )
+        return own
+    return list(of_ranks[rank])
+
+
+def _pickled(states: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(states, file)
+    return file.getvalue()
