@@ -650,6 +650,8 @@ def blank(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor)
 
 
+#: Kinds of which a copy is made as of others, so that the slow tests do for these.
+ALIKE = ("Conjugate", "Negative", "Float8", "Own")
 USUAL = ("zero", "empty", "transposed", "sliced", "bool", "bfloat", "permuted")
 for _name, _kinds in {
     "Usual": (*USUAL, "complex", "expanded", "float8", "meta"),
@@ -660,7 +662,8 @@ for _name, _kinds in {
     "Nested": ("nested",),
     "Own": ("own",),
 }.items():
-    CASES[f"Beside{_name}"] = type(f"Beside{_name}", (Beside,), {"kinds": _kinds})
+    _attributes = {"kinds": _kinds, "differs_in_background": _name not in ALIKE}
+    CASES[f"Beside{_name}"] = type(f"Beside{_name}", (Beside,), _attributes)
 _refused = {
     "Nested": dict.fromkeys(("fsdp", "model_parallel"), "'net.nested' is a nested tensor"),
     "Meta": {"model_parallel": "'net.meta' is on the meta device"},
@@ -678,6 +681,7 @@ for _name, _kinds, _without in (
     ("Meta", ("meta",), ("ddp", "fsdp")),
 ):
     _attributes = {"kinds": _kinds, "without": _without, "refused": _refused.get(_name, {})}
+    _attributes["differs_in_background"] = _name not in ALIKE
     CASES[f"Buffered{_name}"] = type(f"Buffered{_name}", (Buffered,), _attributes)
 
 
