@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from lightning.fabric.storage import checkpoints, commit, consolidate, verify
 from lightning.fabric.storage.joint import PackedPlan, join_plans
-from lightning.fabric.storage.load import load_file
+from lightning.fabric.storage.load import archive, load_file
 from lightning.fabric.storage.unpickling import unpickle
 from tests.storage import hostile
 from tests.storage.states import assert_same
@@ -108,8 +108,8 @@ def test_a_full_state_with_code_is_not_given_to_lazy_loading(tmp_path: Path) -> 
     torch.save({"code": Hyperparameters(3)}, tmp_path / "y.ckpt")
     for name in ("x.ckpt", "y.ckpt"):
         with pytest.raises(pickle.UnpicklingError, match=r"(?s)\.ckpt: .*Hyperparameters"):
-            checkpoints.check_full(tmp_path / name)
-        checkpoints.check_full(tmp_path / name, weights_only=False)
+            archive(checkpoints.FoundCheckpoint(tmp_path / name))
+        assert archive(checkpoints.FoundCheckpoint(tmp_path / name, weights_only=False)) == str(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", sorted(hostile.ARCHIVES))

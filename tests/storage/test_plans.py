@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from lightning.fabric.storage import plans
+from lightning.fabric.storage.channel import Channel
 from lightning.fabric.storage.checksums import FileRecords, Record
 from lightning.fabric.storage.joint import PackedPlan, join_plans
 from lightning.fabric.storage.meeting import Meeting
@@ -33,19 +34,19 @@ class Table:
         self.barrier = threading.Barrier(world, timeout=20)
 
 
-class Seat(Meeting):
+class Seat(Channel):
     def __init__(self, table: Table, rank: int) -> None:
         super().__init__()
         self._table, self.rank, self.world_size = table, rank, table.world
 
-    def _gather(self, said: Any) -> list[Any]:
-        self._table.said[self.rank] = said
+    def gather(self, value: Any) -> list[Any]:
+        self._table.said[self.rank] = value
         self._table.barrier.wait()
-        return list(self._table.said) if self.is_coordinator else []
+        return list(self._table.said) if self.rank == 0 else []
 
-    def _scatter(self, answers: list[Any]) -> Any:
-        if self.is_coordinator:
-            self._table.answers = answers
+    def scatter(self, values: list[Any]) -> Any:
+        if self.rank == 0:
+            self._table.answers = values
         self._table.barrier.wait()
         return self._table.answers[self.rank]
 
@@ -61,7 +62,7 @@ def together(world: int, act: Callable[[Meeting], Any]) -> list[Any]:
 
     table = Table(world)
     with ThreadPoolExecutor(world) as threads:
-        return list(threads.map(caught, [Seat(table, rank) for rank in range(world)]))
+        return list(threads.map(caught, [Meeting(Seat(table, rank)) for rank in range(world)]))
 
 
 def item(name: str, at: int, size: int, of: int, kind: WriteItemType | None = None) -> WriteItem:

@@ -131,6 +131,14 @@ class Channel:
         torch.distributed.gather_object(value, gathered or None, dst=0, group=self.group)
         return gathered
 
+    def scatter(self, values: list[_T]) -> _T:
+        """This rank's of the values that rank zero calls this with, one for each rank; what others give is ignored."""
+        if self.group is None:
+            return values[0]
+        received: list[Any] = [None]
+        torch.distributed.scatter_object_list(received, values or None, src=0, group=self.group)
+        return cast(_T, received[0])
+
     def broadcast(self, value: _T) -> _T:
         """What rank zero calls this with."""
         if self.group is None:

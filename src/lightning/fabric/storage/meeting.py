@@ -4,7 +4,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from lightning.fabric.storage.channel import Channel, training_channel
@@ -52,7 +51,7 @@ class Meeting:
             all_said = channel.gather(said)
             with channel.working(what):
                 answers = self._decide(all_said, decide) if self.is_coordinator else []
-            answer = self._scatter(answers)
+            answer = channel.scatter(answers)
         if isinstance(answer, _Failures):
             raise CheckpointException(
                 what, {rank: (failure.error, failure.stack) for rank, failure in answer.of_ranks.items()}
@@ -74,13 +73,6 @@ class Meeting:
         except BaseException as error:
             self.error = error
             return _Failure(portable(error), traceback.extract_tb(error.__traceback__))
-
-    def _scatter(self, answers: list[Any]) -> Any:
-        if self._channel.group is None:
-            return answers[0]
-        answer: list[Any] = [None]
-        torch.distributed.scatter_object_list(answer, answers or None, src=0, group=self._channel.group)
-        return answer[0]
 
 
 class _Failure:
