@@ -1,6 +1,7 @@
 import io
 import os
 import signal
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,18 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("tests.storage.contract", "tests.storage.states")
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on() -> Iterator[None]:
+    """Fails a test that leaves saves in the background: the next one to wait for its own would raise their errors."""
+    yield
+    modules = [sys.modules.get(f"{package}.storage.save_queue") for package in ("lightning.fabric", "lightning_fabric")]
+    left = [queue for module in modules if module is not None for queue in tuple(module.busy)]
+    for queue in left:
+        queue.wait_until_idle()
+    errors = [error for queue in left for error in queue.settle()]
+    assert not left, f"There are saves or removals that nobody has waited for, which ended with {errors}"
 
 
 @pytest.fixture(scope="session")

@@ -117,12 +117,14 @@ class Crowd:
     Args:
         world: How many ranks.
         steps: Where to.
+        folder: Of the checkpoint.
     """
 
     rank, is_coordinator = 0, True
 
-    def __init__(self, world: int, steps: Steps) -> None:
+    def __init__(self, world: int, steps: Steps, folder: Path) -> None:
         self.world_size = world
+        self._folder = folder
         #: The plan of rank zero, before it is joined with others.
         self.plan: SavePlan
         #: Of each step, the largest thing that a rank says, and that it is answered; pickled.
@@ -166,16 +168,20 @@ class Crowd:
                 yield own
 
     def _report(self, name: str, rank: int) -> Report:
-        """Given what rank zero has called its file."""
+        """Given what rank zero has called its file. What the rank has written is there, with nothing in it."""
         items = plans.moved(self.plan, rank).items
         written = [item for item, is_written in zip(items, self._written[rank], strict=True) if is_written]
-        return plans.report(SavePlan(written), name.replace("_0_", f"_{rank}_", 1))
+        report = plans.report(SavePlan(written), name.replace("_0_", f"_{rank}_", 1))
+        for file, described in report.files.items():
+            with open(self._folder / file, "wb") as shard:
+                shard.truncate(described.size)
+        return report
 
 
 def save(world: int, folder: Path) -> tuple[Steps, dict[str, int]]:
     """Saves twice; the plans of the second time are those of the first. Only rank zero writes, and small tensors."""
     first, second = Steps(), Steps()
-    agreed, crowd = Plans(), Crowd(world, first)
+    agreed, crowd = Plans(), Crowd(world, first, folder / "x.ckpt")
     with plans.rank_of(world, 0) as mesh:
         state = plans.state(LAYERS, mesh)
         with first.step("every rank: plan"):
@@ -190,7 +196,7 @@ def save(world: int, folder: Path) -> tuple[Steps, dict[str, int]]:
     content = (folder / "x.ckpt" / ".metadata").read_bytes()
     with first.step("every rank that loads: unpickle the metadata"):
         commit.parse_metadata(content, folder)
-    agreed.agree(lambda: shard.plan, Crowd(world, second))
+    agreed.agree(lambda: shard.plan, Crowd(world, second, folder / "x.ckpt"))
     first.steps |= {f"again: {name}": step for name, step in second.steps.items()}
     return first, {**sizes, **save_as_torch(world, shard.plan, first)}
 

@@ -259,12 +259,12 @@ def archive(path: _Path) -> str | IO[bytes]:
     Raises:
         FileNotFoundError: There is nothing at ``path``.
         IsADirectoryError: There is a folder.
-        pickle.UnpicklingError: There is something in it that :func:`torch.load` would not load, with what
-            :func:`weights_only_of` says: whoever reads the records unpickles what comes.
+        pickle.UnpicklingError: There is more than tensors and plain Python types, and :func:`weights_only_of` says that
+            nothing else is to be loaded: whoever reads the records unpickles what comes.
     """
-    location, weights_only = locate(path), weights_only_of(path)
-    if not _is_trusted(weights_only) and load_without_tensors(location, weights_only) is None:
-        load_file(location, "cpu", weights_only)
+    location = locate(path)
+    if weights_only_of(path) and load_without_tensors(location, weights_only=True) is None:
+        load_file(location, "cpu", weights_only=True)
     file = open_checkpoint(location)
     if isinstance(file, RangedFile):
         file.keep(max(0, file.size - _TAIL), file.size)
