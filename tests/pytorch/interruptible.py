@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +27,8 @@ from torch.distributed._composable.fsdp import fully_shard
 from lightning.fabric.storage.save_queue import Queue
 from lightning.fabric.storage.sharded import ShardWriter
 from lightning.fabric.utilities.cloud_io import _is_object_storage
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from tests.pytorch.background_runs import PATIENCE_S, HeldIO, Model, Pace, make_trainer, wait_for
 
@@ -194,6 +195,23 @@ def rank(job: Job) -> None:
         raise
     finally:
         look()
+        (folder / f"rank-{number}.json").write_text(json.dumps(told))
+
+
+def failing(job: Job) -> None:
+    """Fails at the second step as one of two processes, cannot save then, and writes what was raised."""
+    number, folder = job["rank"], Path(job["folder"])
+
+    def act(step: int) -> None:
+        if step == 1:
+            raise ValueError("boom")
+
+    plugin = AsyncCheckpointIO() if job["in_background"] else TorchCheckpointIO()
+    trainer = make_trainer(plugin, folder, OnExceptionCheckpoint(job["url"]), **_joined(folder, number))
+    try:
+        trainer.fit(Model([2.0, 1.0], act))
+    except Exception as error:
+        told = {"error": f"{type(error).__name__}: {error}", "shown": "".join(traceback.format_exception(error))}
         (folder / f"rank-{number}.json").write_text(json.dumps(told))
 
 

@@ -14,6 +14,7 @@ import torch
 
 from tests.pytorch.background_runs import step_of
 from tests.pytorch.interruptible import PATIENCE_S, Processes, running, wait_for_file
+from tests.servers import Bucket
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +208,16 @@ def test_a_save_that_failed_fails_all_ranks_at_the_end_of_training(
         assert one["error"].startswith(reason)
         assert one["known"][-1] == told[0]["known"][-1]
         assert one["known"][-1][1]["_last_checkpoint_saved"] == ""
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_every_rank_ends_with_its_exception_when_the_save_after_it_fails(
+    in_background: bool, processes: Processes, bucket: Bucket, tmp_path: Path
+) -> None:
+    url = "s3://there-is-no-such-bucket/run"
+    job = {"url": url, "in_background": in_background}
+    pids = start_ranks(processes, "failing", tmp_path, bucket.server.environment, **job)
+    assert [processes.wait(pid) for pid in pids] == [0, 0], (tmp_path / "output-0.txt").read_text()
+    told = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [one["error"] for one in told] == ["ValueError: boom"] * 2
+    assert url in told[0]["shown"]

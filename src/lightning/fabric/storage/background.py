@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lightning.fabric.storage.contexts import context_kept
 from lightning.fabric.storage.location import display, locate
 from lightning.fabric.storage.save_queue import busy
 
@@ -56,7 +57,8 @@ def settle_up_to(number: int) -> None:
 def _raise_one(errors: list[BaseException]) -> None:
     _log(errors[1:])
     if errors:
-        raise errors[0]
+        with context_kept():  # that of a store hides where it comes from
+            raise errors[0]
 
 
 def _log(errors: list[BaseException]) -> None:

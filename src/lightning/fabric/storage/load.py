@@ -11,6 +11,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
+from lightning.fabric.storage.contexts import context_kept
 from lightning.fabric.storage.location import Location, display, is_file, join, locate, missing
 from lightning.fabric.storage.namespace import STOCK_META
 from lightning.fabric.storage.stats import timed
@@ -64,12 +65,13 @@ def load_file(
             return torch.load(location, map_location=map_location, weights_only=weights_only)
         _expect_records(file, weights_only)
         file.seek(0)  # torch takes the position for the start of the archive
-        try:
-            loaded = torch.load(file, map_location=map_location, weights_only=weights_only)
-        except Exception:
-            if file.error is not None:
-                raise file.error from None
-            raise
+        with context_kept():
+            try:
+                loaded = torch.load(file, map_location=map_location, weights_only=weights_only)
+            except Exception:
+                if file.error is not None:
+                    raise file.error from None
+                raise
         file.check()
         return loaded
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from lightning.fabric.storage.channel import RankGone, training_channel
+from lightning.fabric.storage.contexts import context_kept
 from lightning.fabric.storage.location import Location, display, display_about
 from lightning.fabric.storage.transport.sink import GivenUp
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
@@ -93,26 +94,27 @@ def failures_of_ranks(verb: str, location: Location, worker: Any) -> Iterator[No
     """
     from torch.distributed.checkpoint import CheckpointException
 
-    try:
-        yield
-    except (CheckpointException, Exception) as error:
-        own = worker.error or _own_interruption(error)
-        if own is not None and not isinstance(own, Exception):
-            raise own from None
-        if isinstance(error, CheckpointException):
-            failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
-            # which has the tracebacks of all ranks: they tell something of a fault, and nothing of a store that refuses
-            explained = all(isinstance(failure, (OSError, PeerFailed)) for failure in failures.values())
-            raise _failure(verb, location, failures) from (None if explained else error)
-        if own is not None and not isinstance(own, PeerFailed):
-            raise own from None
-        if isinstance(error, TimeoutError):
-            raise TimeoutError(f"Could not {verb} the sharded checkpoint {display(location)}: {error}") from error
-        cause = error.__cause__ if isinstance(error, RankGone) else error
-        raise RuntimeError(
-            f"Could not {verb} the sharded checkpoint {display(location)}: another rank is gone, or cannot be reached"
-            f" ({type(cause).__name__}: {cause})"
-        ) from error
+    with context_kept():
+        try:
+            yield
+        except (CheckpointException, Exception) as error:
+            own = worker.error or _own_interruption(error)
+            if own is not None and not isinstance(own, Exception):
+                raise own from None
+            if isinstance(error, CheckpointException):
+                failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
+                # which has the tracebacks of all ranks: they tell of a fault, and nothing of a store that refuses
+                explained = all(isinstance(failure, (OSError, PeerFailed)) for failure in failures.values())
+                raise _failure(verb, location, failures) from (None if explained else error)
+            if own is not None and not isinstance(own, PeerFailed):
+                raise own from None
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"Could not {verb} the sharded checkpoint {display(location)}: {error}") from error
+            cause = error.__cause__ if isinstance(error, RankGone) else error
+            raise RuntimeError(
+                f"Could not {verb} the sharded checkpoint {display(location)}: another rank is gone, or cannot be"
+                f" reached ({type(cause).__name__}: {cause})"
+            ) from error
 
 
 def _own_interruption(error: BaseException) -> BaseException | None:

@@ -28,6 +28,7 @@ from lightning.pytorch.callbacks.checkpoint_places import (
     is_saved,
     make_link,
 )
+from lightning.pytorch.callbacks.first_error import behind
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -315,15 +316,24 @@ def drain_and_log() -> None:
         log.error(f"A checkpoint was not saved: {type(error).__name__}: {display(str(error))}")
 
 
-def drain_on_exception(trainer: "Trainer") -> None:
-    """Waits as :func:`drain_and_log` does; not a collective call, for other ranks may be elsewhere."""
-    drain_and_log()
+def drain_on_exception(trainer: "Trainer", exception: BaseException) -> None:
+    """Waits as :func:`drain` does; not a collective call, for other ranks may be elsewhere.
+
+    Args:
+        trainer: Whose run ends.
+        exception: What ends it. What failed is logged, and added to it.
+    """
+    with behind(exception):
+        background.drain()
     for callback in _with_history(trainer):
         history = _history(callback)
         # a rank that only waited for others cannot know, and what has been given up is not there
         outcomes = {number: record.is_durable for number, record in history.pending.items()}
-        _apply(callback, trainer, outcomes)
+        with behind(exception):
+            _apply(callback, trainer, outcomes)
         history.before = None
+    with behind(exception):
+        background.drain()  # of what has been removed since
 
 
 def _with_history(trainer: "Trainer") -> "list[ModelCheckpoint]":

@@ -16,6 +16,7 @@ from fsspec import AbstractFileSystem
 from lightning.fabric.storage import progress
 from lightning.fabric.storage.advice import about_bucket, about_credentials, about_endpoint, about_expiry
 from lightning.fabric.storage.buckets import is_zonal
+from lightning.fabric.storage.contexts import context_kept
 from lightning.fabric.storage.credentials import keep_current, place_of
 from lightning.fabric.storage.location import (
     Location,
@@ -80,23 +81,24 @@ def open_writer(location: Location, lean: bool = False, files: int = 1) -> Itera
             the reason, and the type is the reason's where that is a common kind of ``OSError``.
     """
     sink = callers = None
-    try:
-        with _writer(location, lean, files) as sink, writing(sink):
-            try:
-                yield sink
-            except Exception as error:
-                if sink.error is None:  # an object that cannot be pickled, say
-                    callers = error
-                raise
-    except Exception as error:
-        if error is callers or (sink is None and isinstance(error, (ImportError, ValueError))):
-            raise  # an unknown protocol, or a client library that is not installed: fsspec says what to do
-        cause = (sink and sink.error) or error
-        if isinstance(cause, GivenUp):
-            raise cause from None
-        if not isinstance(cause, Exception):
-            raise cause from None  # an interruption, which torch shows as an error of its own
-        raise _failure("write", location, cause) from _unexplained(cause)
+    with context_kept():
+        try:
+            with _writer(location, lean, files) as sink, writing(sink):
+                try:
+                    yield sink
+                except Exception as error:
+                    if sink.error is None:  # an object that cannot be pickled, say
+                        callers = error
+                    raise
+        except Exception as error:
+            if error is callers or (sink is None and isinstance(error, (ImportError, ValueError))):
+                raise  # an unknown protocol, or a client library that is not installed: fsspec says what to do
+            cause = (sink and sink.error) or error
+            if isinstance(cause, GivenUp):
+                raise cause from None
+            if not isinstance(cause, Exception):
+                raise cause from None  # an interruption, which torch shows as an error of its own
+            raise _failure("write", location, cause) from _unexplained(cause)
 
 
 def _writer(location: Location, lean: bool, files: int) -> AbstractContextManager[Sink]:
@@ -139,6 +141,7 @@ def open_reader(location: Location) -> IO[bytes]:
     return cast(IO[bytes], RangedFile(open_source(location)))
 
 
+@context_kept()
 def open_source(location: Location) -> Source:
     """The file at ``location``, whose ranges can be read in any order, into memory that the caller has.
 
@@ -186,23 +189,25 @@ def _opener(location: Location) -> Callable[[], Source]:
 @contextmanager
 def copy_failures_named(location: Location) -> Iterator[None]:
     """For a body that copies a file to ``location``: its errors name that."""
-    try:
-        yield
-    except Exception as error:
-        raise _failure("write", location, error) from _unexplained(error)
+    with context_kept():
+        try:
+            yield
+        except Exception as error:
+            raise _failure("write", location, error) from _unexplained(error)
 
 
 @contextmanager
 def questions_named(location: Location) -> Iterator[None]:
     """For a body that asks what is at ``location``: its errors name that, unless they say that nothing is there."""
-    try:
-        yield
-    except (FileNotFoundError, NotADirectoryError, ImportError, ValueError, NotImplementedError):
-        raise
-    except Exception as error:
-        if isinstance(location, Path):
+    with context_kept():
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError, ImportError, ValueError, NotImplementedError):
             raise
-        raise _failure("look at", location, error) from _unexplained(error)
+        except Exception as error:
+            if isinstance(location, Path):
+                raise
+            raise _failure("look at", location, error) from _unexplained(error)
 
 
 class _Named:
@@ -216,6 +221,7 @@ class _Named:
         most = None if isinstance(location, Path) else multipart.requests_at_a_time(filesystem(location)[0])
         self._room: AbstractContextManager[object] = nullcontext() if most is None else BoundedSemaphore(most)
 
+    @context_kept()
     def read_into(self, start: int, view: memoryview) -> None:
         what = f"Reading {len(view)} bytes at {start} of {display(self._location)}"
         try:
@@ -235,6 +241,7 @@ class _Named:
             self._source.check()  # a range of another, shorter version would be tried again for minutes
         raise failed
 
+    @context_kept()
     def check(self) -> None:
         try:
             self._source.check()
