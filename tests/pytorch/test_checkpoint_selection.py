@@ -72,10 +72,51 @@ def test_a_run_goes_on_from_the_last_checkpoint_that_is_complete(
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
 
 
-def test_without_a_complete_last_checkpoint_a_run_starts_anew_and_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["local", "s3"])
+@pytest.mark.parametrize("name", PACKAGES)
+def test_where_the_last_checkpoint_is_incomplete_a_run_goes_on_from_the_newest_complete_one_beside_it(
+    name: str, place: str, bucket: Bucket, tmp_path: Path
+) -> None:
+    pl = importlib.import_module(name)
+    root = str(tmp_path) if place == "local" else f"{bucket.url}/run"
+    make_run(pl, root, epochs=2, save_last=True, save_top_k=-1).fit(make_model(pl))
+    for other in ("pretrained.ckpt", "epoch=7.txt"):  # newer ones, which no ModelCheckpoint has saved
+        save_file({"w": 1}, f"{root}/checkpoints/{other}")
+    if place == "local":
+        os.unlink(tmp_path / "checkpoints" / "last.ckpt")
+        lose(".metadata")(tmp_path / "checkpoints" / "last.ckpt")
+    else:
+        bucket.put("run/checkpoints/last.ckpt", b"")
+        bucket.put("run/checkpoints/epoch=5.ckpt/__0_0.distcp", b"1")  # incomplete as well
+
+    trainer = make_run(pl, root, epochs=3, save_last=True, save_top_k=-1)
+    with pytest.warns(UserWarning, match=r"last checkpoint is not complete .*last\.ckpt.*goes on from .*epoch=1\.ckpt"):
+        trainer.fit(make_model(pl), ckpt_path="last")
+    assert trainer.ckpt_path == f"{root}/checkpoints/epoch=1.ckpt"
+    assert trainer.global_step == 6
+
+
+@pytest.mark.parametrize("left", ["incomplete", "dangling link", "moved away"])
+def test_a_run_does_not_start_anew_where_none_of_its_checkpoints_is_complete(left: str, tmp_path: Path) -> None:
     pl = importlib.import_module("lightning.pytorch")
-    lose(".metadata")(tmp_path / "checkpoints" / "last.ckpt")
-    trainer = make_run(pl, tmp_path, epochs=1)
+    folder = tmp_path / "checkpoints"
+    if left == "dangling link":
+        folder.mkdir()
+        (folder / "last.ckpt").symlink_to("epoch=1.ckpt")
+    elif left == "moved away":  # by a save that was killed before the new one had the name
+        make_shards(folder / "last.ckpt.0123456789ab.old")
+    else:
+        lose(".metadata")(folder / "last.ckpt")
+    save_file({"w": 1}, folder / "pretrained.ckpt")
+    trainer = make_run(pl, tmp_path, epochs=1, save_last=True)
+    with pytest.raises(FileNotFoundError, match=r"last\.ckpt.*`ckpt_path`"):
+        trainer.fit(make_model(pl), ckpt_path="last")
+    assert trainer.global_step == 0
+
+
+def test_the_first_run_of_all_starts_from_scratch(tmp_path: Path) -> None:
+    pl = importlib.import_module("lightning.pytorch")
+    trainer = make_run(pl, tmp_path, epochs=1, save_last=True)
     with pytest.warns(UserWarning, match="no last checkpoint available"):
         trainer.fit(make_model(pl), ckpt_path="last")
     assert trainer.global_step == 2
@@ -120,9 +161,9 @@ def test_the_checkpoint_of_an_exception_on_a_store_is_chosen_only_when_it_is_com
     bucket.put("run/on_exception.ckpt/__0_0.distcp", b"1")
     with (
         pytest.warns(UserWarning, match=r"Skipping .*on_exception\.ckpt', which is not complete: .*\.metadata"),
-        pytest.warns(UserWarning, match="no last checkpoint available"),
+        pytest.raises(FileNotFoundError, match=r"on_exception\.ckpt"),
     ):
-        assert choose() is None
+        choose()
     bucket.put("run/on_exception.ckpt", whole)
     assert choose() == callback.ckpt_path
     with bucket.refusing(lambda method, path: 403), pytest.raises(PermissionError):  # rather than to start anew
@@ -158,13 +199,28 @@ def test_a_slurm_job_goes_on_from_its_newest_complete_checkpoint(
 
 
 def test_a_folder_without_checkpoints_of_slurm_has_no_newest(tmp_path: Path) -> None:
-    lose(".metadata")(tmp_path / "hpc_ckpt_1.ckpt")
     (tmp_path / "hpc_ckpt_x.ckpt").touch()
-    with pytest.warns(UserWarning, match="Skipping"):
-        assert newest_complete_version(tmp_path) is None
+    assert newest_complete_version(tmp_path) is None
     assert newest_complete_version(tmp_path / "none") is None
     assert largest_version(tmp_path / "none", "ckpt_") is None
+
+
+@pytest.mark.parametrize("ckpt_path", [None, "hpc"])
+def test_a_slurm_job_does_not_start_anew_where_none_of_its_checkpoints_is_complete(
+    ckpt_path: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pl = importlib.import_module("lightning.pytorch")
+    lose(".metadata")(tmp_path / "hpc_ckpt_1.ckpt")
     assert largest_version(tmp_path, "ckpt_") == 1
+    trainer = make_run(pl, tmp_path, epochs=1)
+    for name, value in {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "7", "PROCID": "0", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with (
+        pytest.warns(UserWarning, match="Skipping"),
+        pytest.raises(FileNotFoundError, match=r"hpc_ckpt_1\.ckpt.*\.metadata.*`ckpt_path`"),
+    ):
+        trainer.fit(make_model(pl), ckpt_path=ckpt_path)
+    assert trainer.global_step == 0
 
 
 @pytest.mark.parametrize("name", PACKAGES)

@@ -27,6 +27,7 @@ from lightning.fabric.utilities.types import _PATH
 #: What only Lightning puts into a folder of shards.
 _LIGHTNINGS = re.compile(r"meta\.pt|__[0-9a-f]{12}_.+\.distcp")
 _HPC_NAME = "hpc_ckpt_"
+_NUMBER = re.compile(r"([0-9]+)")
 
 
 def why_incomplete(path: _PATH) -> str | None:
@@ -137,9 +138,10 @@ def without_more_names(paths: Iterable[str], extension: str) -> list[str]:
     return [path.partition(f"{extension}.")[0] + extension if f"{extension}." in path else path for path in paths]
 
 
-def _version(path: str) -> tuple[int, str]:
+def _version(path: str) -> tuple[int, list[str | int]]:
     version = re.search(r"-v([0-9]+)\.\w+$", path)
-    return int(version[1]) if version else 0, path
+    # text and numbers in turn: step 10 comes after step 9
+    return int(version[1]) if version else 0, [int(part) if part.isdecimal() else part for part in _NUMBER.split(path)]
 
 
 def newest_complete_version(folder: _PATH, at_path: bool = True) -> int | None:
@@ -149,15 +151,29 @@ def newest_complete_version(folder: _PATH, at_path: bool = True) -> int | None:
         folder: The folder.
         at_path: As for :func:`times_of_complete`.
 
+    Returns:
+        None if there are none at all.
+
     Raises:
+        FileNotFoundError: There are some, but none is complete. A job does not start anew over them.
         OSError: The store did not answer.
     """
     location = locate(folder)
     if not at_path:
         return largest_version(folder, _HPC_NAME)
+    incomplete = []
     for version in sorted(_versions(names_in(folder), _HPC_NAME), reverse=True):
-        if _is_complete(join(location, f"{_HPC_NAME}{version}.ckpt")):
+        path = join(location, f"{_HPC_NAME}{version}.ckpt")
+        if _is_complete(path):
             return version
+        incomplete.append(path)
+    if incomplete:
+        why = str(why_incomplete(incomplete[0])).rstrip(".")
+        raise FileNotFoundError(
+            f"There is no complete checkpoint of SLURM's to go on from: {why}. To start from scratch all the same, move"
+            f" what is called {_HPC_NAME}N.ckpt away from {display(location)}; else give the path of a checkpoint as"
+            " `ckpt_path`."
+        )
     return None
 
 

@@ -2,19 +2,20 @@
 
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.storage.duplicate import duplicate
 from lightning.fabric.storage.engine import engine_of
-from lightning.fabric.storage.location import display, is_same, is_within, kind, locate, text_of_folder
+from lightning.fabric.storage.location import display, is_same, is_within, kind, locate, shares_names, text_of_folder
 from lightning.fabric.storage.own_plugins import loads_from_path, saves_at_path
 from lightning.fabric.storage.ranks import from_rank_zero, together_in
 from lightning.fabric.storage.save_queue import unconditionally
-from lightning.fabric.storage.selection import is_there, times_of_complete, without_more_names
+from lightning.fabric.storage.selection import is_there, times_of_complete, why_incomplete, without_more_names
 from lightning.fabric.storage.selection import paths_in as paths_in_folder
 from lightning.fabric.storage.stats import SaveReport, reporting, stage
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -80,12 +81,98 @@ def can_be_linked_to(trainer: "Trainer", path: str) -> bool:
 
 
 def times_of_last(trainer: "Trainer", candidates: Iterable[str | None]) -> dict[str, float]:
-    """When each of the checkpoints that ``ckpt_path="last"`` may mean was saved."""
+    """When each of the checkpoints that ``ckpt_path="last"`` may mean was saved.
+
+    Where one of them is incomplete, what else each ModelCheckpoint has saved in its folder counts, too: the newest of
+    all that is complete is what the run goes on from.
+
+    Raises:
+        FileNotFoundError: None is complete of those that are there. A run does not start anew over them.
+        OSError: The store did not answer.
+    """
     paths = {path for path in candidates if path}
-    if saves_at_path(trainer.strategy):
-        return times_of_complete(paths)
-    names = [getattr(callback, "last_model_path", "") for callback in trainer.checkpoint_callbacks]
-    return times_of_complete(paths, at_path=False) or {path: 0.0 for path in names if path}
+    if not saves_at_path(trainer.strategy):
+        names = [getattr(callback, "last_model_path", "") for callback in trainer.checkpoint_callbacks]
+        return times_of_complete(paths, at_path=False) or {path: 0.0 for path in names if path}
+    times = times_of_complete(paths)
+    left = {path: _what_is_left_at(path) for path in sorted(paths - times.keys())}
+    incomplete = {path: why for path, why in left.items() if why}
+    folders = [(callback, os.fspath(_folder_of(callback, trainer))) for callback in _model_checkpoints(trainer)]
+    for callback, folder in folders:
+        incomplete |= _moved_away(callback, folder, paths)
+    if not incomplete:
+        return times
+    others = {path for callback, folder in folders for path in _saved_by(callback, folder)} - paths
+    times |= times_of_complete(others)
+    why = "; ".join(reason.rstrip(".") for reason in incomplete.values())
+    if not times:
+        raise FileNotFoundError(
+            f"There is no complete checkpoint to go on from: {why}. To start from scratch all the same, move"
+            f" {'it' if len(incomplete) == 1 else 'them'} away; else give the path of a checkpoint as `ckpt_path`."
+        )
+    newest = max(times, key=times.__getitem__)
+    if newest in others:
+        rank_zero_warn(f"The last checkpoint is not complete ({why}). The run goes on from {display(newest)!r}.")
+    return times
+
+
+def _what_is_left_at(path: str) -> str:
+    """What is missing of a checkpoint; empty if there is nothing of it."""
+    location = locate(path)
+    if isinstance(location, Path) and location.is_symlink() and not location.exists():
+        return f"{display(location)} is a link that leads to nothing"
+    return "" if kind(location) == "nothing" else why_incomplete(path) or ""
+
+
+def _model_checkpoints(trainer: "Trainer") -> "list[ModelCheckpoint]":
+    return [callback for callback in trainer.checkpoint_callbacks if hasattr(callback, "_find_last_checkpoints")]  # type: ignore[misc]
+
+
+def _folder_of(callback: "ModelCheckpoint", trainer: "Trainer") -> _Path:
+    folder: _Path = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
+    return folder
+
+
+def _moved_away(callback: "ModelCheckpoint", folder: str, paths: set[str]) -> dict[str, str]:
+    """The last checkpoints that a save, which was killed, has moved away from where its own was to be."""
+    last = rf"({re.escape(callback.CHECKPOINT_NAME_LAST)}.*{re.escape(callback.FILE_EXTENSION)})\.[0-9a-f]{{12}}\.old"
+    if shares_names(locate(folder)):
+        return {}  # where that is not done
+    found = ((path, re.fullmatch(last, os.path.basename(path))) for path in paths_in_folder(folder))
+    moved = {path: os.path.join(os.path.dirname(path), match[1]) for path, match in found if match is not None}
+    return {
+        path: f"there is no {display(place)}, but {display(path)}, which was there before: give it that name again"
+        for path, place in moved.items()
+        if place not in paths
+    }
+
+
+class _AnyMetrics(dict[str, Any]):
+    """Stands for the metrics in the name of a checkpoint, whatever they are."""
+
+    MARK = "\0"
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> "_AnyMetrics":
+        return self
+
+    def __format__(self, spec: str) -> str:
+        return self.MARK
+
+
+def _saved_by(callback: "ModelCheckpoint", folder: str) -> set[str]:
+    """The paths of what is called as a ModelCheckpoint calls its checkpoints, the last ones excepted."""
+    if callback.save_weights_only:  # nothing to go on from
+        return set()
+    name = callback._format_checkpoint_name(
+        callback.filename, _AnyMetrics(), auto_insert_metric_name=callback.auto_insert_metric_name
+    )
+    pattern = re.escape(name).replace(re.escape(_AnyMetrics.MARK), ".+")
+    version = rf"({re.escape(callback.CHECKPOINT_JOIN_CHAR)}v[0-9]+)?"
+    whole = re.compile(pattern + version + re.escape(callback.FILE_EXTENSION))
+    return {path for path in paths_in_folder(folder) if whole.fullmatch(os.path.basename(path))}
 
 
 def last_paths_in(trainer: "Trainer", folder: str | Path, extension: str) -> list[str]:
