@@ -1,5 +1,6 @@
 """What a ModelCheckpoint knows after saves in the background have failed, while others were on their way."""
 
+import itertools
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -11,8 +12,9 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.callbacks.checkpoint_history import History, Record, changes_since, undo
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from tests.pytorch.background_runs import HeldIO, Model, Pace, make_trainer, step_of
+from tests.servers import Bucket
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "best of all": {"monitor": "score"},
@@ -116,6 +118,55 @@ def test_a_name_counts_as_taken_when_a_save_to_it_is_on_its_way(tmp_path: Path) 
         "same.ckpt": 2.0,
         "same-v1.ckpt": 3.0,
     }
+
+
+class FailingIO(TorchCheckpointIO):
+    """Saves at once; those of some numbers, which count from zero, fail."""
+
+    def __init__(self, failing: Collection[int]) -> None:
+        super().__init__()
+        self.failing = failing
+        self.begun = 0
+        self.saved: list[str] = []
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.begun += 1
+        if self.begun - 1 in self.failing:
+            raise OSError(f"no room for {path}")
+        super().save_checkpoint(checkpoint, path, storage_options)
+        self.saved.append(os.fspath(path))
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_save_at_once_that_failed_is_taken_back_out_of_the_fields(name: str, number: int, tmp_path: Path) -> None:
+    io = FailingIO({number})
+    checkpoint = ModelCheckpoint(
+        dirpath=tmp_path, every_n_train_steps=1, save_on_train_epoch_end=False, **CONFIGURATIONS[name]
+    )
+    if name == "best and last by step":
+        checkpoint.CHECKPOINT_NAME_LAST = "last-{step}"
+    scores = FALLING if name in LAGS else SCORES
+    with pytest.raises(OSError, match="no room for"):
+        make_trainer(io, tmp_path, checkpoint).fit(Model(scores))
+    assert_knows_what_is_there(checkpoint, io.saved, scores)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_copy_in_place_of_a_link_that_failed_is_taken_back_out_of_the_fields(
+    step: int, bucket: Bucket, tmp_path: Path
+) -> None:
+    checkpoint = ModelCheckpoint(bucket.url, every_n_train_steps=1, save_on_train_epoch_end=False, save_last="link")
+    copies = itertools.count(1)
+
+    def refuse(method: str, path: str) -> int | None:
+        return 403 if method == "PUT" and "last" in path and next(copies) >= step else None
+
+    with bucket.refusing(refuse), pytest.raises(PermissionError, match=r"last\.ckpt"):
+        make_trainer(TorchCheckpointIO(), tmp_path, checkpoint).fit(Model(SCORES))
+    assert next(copies) == step + 1
+    assert checkpoint.last_model_path == ("" if step == 1 else f"{bucket.url}/last.ckpt")
+    assert os.path.basename(checkpoint.best_model_path) in bucket.names()
 
 
 class Saves:

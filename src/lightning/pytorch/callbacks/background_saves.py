@@ -20,7 +20,15 @@ from lightning.fabric.storage.location import display, locate
 from lightning.fabric.storage.ranks import together_in
 from lightning.fabric.storage.save_queue import unconditionally, watching, without_skipping
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
-from lightning.pytorch.callbacks.checkpoint_history import History, Record, changes_since, only_durable, paths_in, undo
+from lightning.pytorch.callbacks.checkpoint_history import (
+    History,
+    Record,
+    changes_since,
+    only_durable,
+    paths_in,
+    undo,
+    undone_if_it_fails,
+)
 from lightning.pytorch.callbacks.checkpoint_places import (
     can_be_linked_to,
     copy_as_last,
@@ -127,7 +135,7 @@ def begin(callback: "ModelCheckpoint", trainer: "Trainer") -> None:
             _settle_together(trainer)
         else:
             _agree(callback, trainer)
-        _history(callback).begin(callback)
+    _history(callback).begin(callback)
 
 
 @contextmanager
@@ -136,10 +144,11 @@ def saving(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> Iterat
     record = Record(path, {})
     if trainer.is_global_zero:
         detach(path)
-    if not _saves_in_background(trainer):
-        yield record
-        return
     history = _history(callback)
+    if not _saves_in_background(trainer):
+        with undone_if_it_fails(callback, history):
+            yield record
+        return
     if history.before is None:
         history.begin(callback)
     history.number += 1
@@ -244,16 +253,16 @@ def link(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> None:
             callback._save_checkpoint(trainer, path)
         return
     last = next((record for record in reversed(_pending(callback).values()) if record.path == target), None)
-    if _HISTORY in vars(callback):
-        _history(callback).last = last
-    if isinstance(locate(path), str):
-        copy_as_last(callback, trainer, path, is_durable=last is None)
-    elif last is None:
-        callback._link_checkpoint(trainer, target, path)
+    history = _history(callback)
+    history.last = last
+    with undone_if_it_fails(callback, history) if last is None else nullcontext():
+        if isinstance(locate(path), str):
+            copy_as_last(callback, trainer, path, is_durable=last is None)
+        elif last is None:
+            callback._link_checkpoint(trainer, target, path)
     if last is None:
         return
     last.is_linked = isinstance(locate(path), str)  # the queue does it
-    history = _history(callback)
     last.link = path
     if history.before is not None:
         for key, (before, after) in changes_since(history.before, callback).items():

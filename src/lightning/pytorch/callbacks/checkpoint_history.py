@@ -162,6 +162,21 @@ def only_durable(callback: "ModelCheckpoint", history: History) -> Iterator[None
         callback.best_k_models.update(scores)
 
 
+@contextmanager
+def undone_if_it_fails(callback: "ModelCheckpoint", history: History) -> Iterator[None]:
+    """For a body that saves at once: if it fails, the fields are as they were before they were changed for that."""
+    before = fields_of(callback) if history.before is None else history.before
+    try:
+        yield
+    except BaseException:
+        callback.best_k_models.clear()
+        for key, value in before.items():
+            _set(callback, key, value)
+        raise
+    finally:
+        history.before = None
+
+
 def undo(callback: "ModelCheckpoint", history: History, number: int) -> list[str]:
     """Takes back what a save that failed has changed, as if it had not been tried.
 
