@@ -46,6 +46,18 @@ def test_a_wrong_argument_is_told_with_what_is_right(plugin: Any, argument: dict
         plugin(**argument)
 
 
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_a_slash_at_the_end_is_no_name_for_a_file(
+    is_relative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    io = AsyncCheckpointIO()
+    io.save_checkpoint({}, "run/" if is_relative else f"{tmp_path}/run/")
+    with pytest.raises(IsADirectoryError, match="ends with a slash"):
+        io.drain()
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("plugin", [AsyncCheckpointIO, TrainersAsyncCheckpointIO])
 def test_a_checkpoint_is_the_state_at_the_time_of_the_save(plugin: Any, tmp_path: Path) -> None:
     base = Held()

@@ -186,6 +186,13 @@ def test_a_bucket_is_no_place_for_a_file(bucket: Bucket) -> None:
             save_file(STATE, url)
 
 
+def test_a_slash_at_the_end_is_no_name_for_a_file(url: str) -> None:
+    folder = f"{url.rpartition('/')[0]}/run/"
+    with pytest.raises(IsADirectoryError, match=r"/run/ ends with a slash.* such as .*/run/model\.ckpt"):
+        save_file({}, folder)
+    assert not fsspec.url_to_fs(url)[0].exists(folder.rstrip("/"))
+
+
 def test_a_client_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class Client(TreeFileSystem):
         __module__ = "s3fs.core"

@@ -20,8 +20,8 @@ from lightning.fabric.storage import optimizers, rest, targets
 from lightning.fabric.storage.background import drain
 from lightning.fabric.storage.describable import is_sized
 from lightning.fabric.storage.engine import engine_of
-from lightning.fabric.storage.load import check_file, load_bytes, load_file
-from lightning.fabric.storage.location import Location, display, is_file, is_folder, locate, shares_names
+from lightning.fabric.storage.load import check_file, load_bytes, load_file, not_found
+from lightning.fabric.storage.location import Location, display, is_file, is_folder, kind, locate, shares_names
 from lightning.fabric.storage.namespace import remove_folder
 from lightning.fabric.storage.own_plugins import saves_at_path
 from lightning.fabric.storage.ranks import failures_of_ranks, from_rank_zero, is_rank_zero, together, unseen_explained
@@ -112,6 +112,20 @@ def find_checkpoint(path: _Path, weights_only: bool | None = None) -> FoundCheck
         return FoundCheckpoint(location, None, is_full, weights_only)
     metadata = own[0] if own else commit.parse_metadata(content, location)
     return FoundCheckpoint(location, metadata, weights_only=weights_only)
+
+
+def find_to_load(path: _Path, weights_only: bool | None = None) -> FoundCheckpoint:
+    """As :func:`find_checkpoint`, where something has to be; a collective call.
+
+    Raises:
+        FileNotFoundError: There is nothing, or an incomplete sharded checkpoint. Every rank raises it.
+    """
+    found = find_checkpoint(path, weights_only)
+    if found.metadata is None and not found.is_full:
+        doing = f"loading {display(found.location)}"
+        if from_rank_zero(lambda: kind(found.location), doing) == "nothing":
+            raise not_found(found.location)
+    return found
 
 
 def is_sharded_checkpoint(path: _Path) -> bool:

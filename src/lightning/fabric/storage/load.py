@@ -7,12 +7,13 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
 
 from lightning.fabric.storage.contexts import context_kept
-from lightning.fabric.storage.location import Location, display, is_file, join, locate, missing
+from lightning.fabric.storage.location import Location, display, is_file, join, lacks_bucket, locate, missing
 from lightning.fabric.storage.namespace import STOCK_META
 from lightning.fabric.storage.stats import timed
 from lightning.fabric.storage.transport import open_reader
@@ -238,7 +239,7 @@ def open_checkpoint(location: Location) -> IO[bytes]:
     try:
         return open_reader(location)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"Checkpoint file not found: {missing(location)}") from error
+        raise not_found(location) from error
     except IsADirectoryError as error:
         what = "a folder, not a checkpoint file"
         if is_file(join(location, STOCK_META)):
@@ -247,6 +248,19 @@ def open_checkpoint(location: Location) -> IO[bytes]:
                 " consolidate` or, for the Trainer, `python -m lightning.pytorch.utilities.consolidate_checkpoint`"
             )
         raise IsADirectoryError(f"{display(location)} is {what}") from error
+
+
+def not_found(location: Location) -> FileNotFoundError:
+    """What says that nothing is at ``location``, and what to do; the same whoever wants to load from there."""
+    if isinstance(location, Path):
+        path = Path(os.path.abspath(location))
+        found = next(parent for parent in path.parents if parent.exists() or parent == parent.parent)
+        advice = f"Correct the path: there is no {path.relative_to(found).parts[0]!r} in {found}"
+    elif lacks_bucket(location):
+        return FileNotFoundError(f"Checkpoint file not found: {missing(location)}.")
+    else:
+        advice = "Correct the URL: upper and lower case and every slash count in the names of a store"
+    return FileNotFoundError(f"Checkpoint file not found: {display(location)}. {advice}.")
 
 
 def weights_only_of(path: _Path) -> bool | None:

@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from lightning.fabric.storage.garbage import collection_paused
-from lightning.fabric.storage.location import locate
+from lightning.fabric.storage.location import display, locate
 from lightning.fabric.storage.stats import reported, stages
 from lightning.fabric.storage.transport import open_writer
 from lightning.fabric.storage.transport.sink import Sink
@@ -26,9 +26,15 @@ def save_file(obj: Any, path: str | os.PathLike[str], options: Mapping[str, Any]
         options: As for :func:`~lightning.fabric.storage.location.locate`.
 
     Raises:
+        IsADirectoryError: ``path`` ends with a slash, as the name of a folder does.
         OSError: The file could not be written; what was at ``path`` before is unchanged. The type is a more specific
             one for common reasons, such as ``PermissionError``.
     """
+    if (text := os.fspath(path)).endswith(("/", os.sep)):
+        raise IsADirectoryError(
+            f"{display(text)} ends with a slash, as the name of a folder does, and what is saved is one file: give it a"
+            f" name, such as {display(text)}model.ckpt, or leave the slash out."
+        )
     location = locate(path, options)
     with reported(location), stages("upload") as enter_stage, open_writer(location) as file:
         write_object(obj, file)

@@ -135,4 +135,6 @@ class AsyncCheckpointIO(CheckpointIO):
 def _fixed(path: _PATH) -> _PATH:
     """A path that does not depend on the working folder, which may be another one by the time it is used."""
     location = locate(path)
-    return location.absolute() if isinstance(location, Path) and not location.is_absolute() else path
+    if not isinstance(location, Path) or location.is_absolute():
+        return path
+    return f"{location.absolute()}/" if os.fspath(path).endswith("/") else location.absolute()
