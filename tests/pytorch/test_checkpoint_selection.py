@@ -96,6 +96,28 @@ def test_where_the_last_checkpoint_is_incomplete_a_run_goes_on_from_the_newest_c
     assert trainer.global_step == 6
 
 
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [
+        ({}, ["epoch=0-step=10.ckpt", "epoch=0-step=10-v1.ckpt"]),
+        ({"filename": "{epoch:02d}-{val_loss:.2f}"}, ["epoch=07-val_loss=0.12.ckpt"]),
+        ({"filename": "run(1)-{step}", "auto_insert_metric_name": False}, ["run(1)-10.ckpt"]),
+        ({"filename": "best"}, ["best.ckpt", "best-v2.ckpt"]),
+        ({"filename": "best", "save_weights_only": True}, []),
+    ],
+)
+def test_what_a_callback_has_saved_is_known_by_the_name_that_it_gives(
+    options: dict[str, Any], saved: list[str], tmp_path: Path
+) -> None:
+    from lightning.pytorch.callbacks.checkpoint_places import _saved_by
+
+    others = ["last.ckpt", "last-v1.ckpt", "pretrained.ckpt", "best.txt", "hpc_ckpt_1.ckpt", "best.ckpt.0123.old"]
+    for name in {*saved, *others}:
+        (tmp_path / name).touch()
+    callback = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint(tmp_path, **options)
+    assert sorted(map(os.path.basename, _saved_by(callback, str(tmp_path)))) == sorted(saved)
+
+
 @pytest.mark.parametrize("left", ["incomplete", "dangling link", "moved away"])
 def test_a_run_does_not_start_anew_where_none_of_its_checkpoints_is_complete(left: str, tmp_path: Path) -> None:
     pl = importlib.import_module("lightning.pytorch")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning.fabric import Fabric
+from lightning.fabric.storage.checkpoints import save_sharded
 from lightning.fabric.storage.save_queue import busy
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -110,7 +111,7 @@ def test_ctrl_c_ends_as_ever_when_the_save_after_it_fails(
 
 
 @pytest.mark.parametrize("engine", ["obstore", "fsspec"])
-@pytest.mark.parametrize("verb", ["save", "load"])
+@pytest.mark.parametrize("verb", ["save", "save shards", "load"])
 def test_an_error_of_storage_shows_the_exception_that_was_being_handled(
     verb: str, engine: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +125,8 @@ def test_an_error_of_storage_shows_the_exception_that_was_being_handled(
         except ValueError:
             if verb == "save":
                 fabric.save(f"{bucket.url}/a.ckpt", {"w": torch.ones(3)})
+            elif verb == "save shards":
+                save_sharded({"w": torch.ones(3)}, None, f"{bucket.url}/shards")
             else:
                 fabric.load(f"{bucket.url}/a.ckpt")
 
