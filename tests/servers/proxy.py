@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -21,8 +22,21 @@ class Fault(enum.Enum):
     WHOLE = "the answer holds the range that was asked for, and says that it is the whole, of which it has the checksum"
 
 
-#: What happens to the request with a method and a path: a status to answer with, a fault, or None to let it pass.
-Rule = Callable[[str, str], int | Fault | None]
+@dataclass(frozen=True)
+class Refusal:
+    """An answer in the words of a store."""
+
+    status: int
+    body: str
+
+    @classmethod
+    def of_s3(cls, status: int, code: str, message: str) -> "Refusal":
+        return cls(status, f"<Error><Code>{code}</Code><Message>{message}</Message></Error>")
+
+
+#: What happens to the request with a method and a path: a status to answer with, or more than that, a fault, or None to
+#: let it pass.
+Rule = Callable[[str, str], int | Refusal | Fault | None]
 #: What becomes of the headers of a request, whose names are in lower case: others, or a status to refuse it with.
 Filter = Callable[[dict[str, str]], dict[str, str] | int]
 
@@ -111,6 +125,8 @@ class _Handler(BaseHTTPRequestHandler):
         outcome = 400 if has_expired else outcome
         if outcome is Fault.RESET:
             self.close_connection = True
+        elif isinstance(outcome, Refusal):
+            self._answer(outcome.status, [], outcome.body.encode())
         elif isinstance(outcome, int):
             code = "ExpiredToken" if has_expired else _CODES[outcome]
             error = f"<Error><Code>{code}</Code><Message>refused</Message></Error>"

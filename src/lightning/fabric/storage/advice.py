@@ -24,6 +24,29 @@ _CREDENTIALS = {
     ),
     "webhdfs": "Put the user into the URL, webhdfs://USER@HOST:PORT/, or set the storage option `kerberos`",
 }
+#: What one needs for what is done with an object. AWS grants the listing of a bucket, and of prefixes in it.
+_PERMISSIONS = {
+    "s3": {
+        "write": "the permission `s3:PutObject`",
+        "read": "the permission `s3:GetObject`",
+        "look at": "the permission `s3:ListBucket` on the bucket for this prefix",
+        "remove": "the permission `s3:DeleteObject`",
+        "abort": "the permission `s3:AbortMultipartUpload`",
+    },
+    "gcs": {
+        "write": "the permission `storage.objects.create`, and `storage.objects.delete` to replace what is there",
+        "read": "the permission `storage.objects.get`",
+        "look at": "the permission `storage.objects.list`",
+        "remove": "the permission `storage.objects.delete`",
+        "abort": "the permission `storage.multipartUploads.abort`",
+    },
+    "azure": {
+        "write": "the role `Storage Blob Data Contributor`, or the SAS its permissions create and write",
+        "read": "the role `Storage Blob Data Reader`, or the SAS its permission read",
+        "look at": "the role `Storage Blob Data Reader`, or the SAS its permission list",
+        "remove": "the role `Storage Blob Data Contributor`, or the SAS its permission delete",
+    },
+}
 _ENDPOINTS = {
     "s3": "AWS_ENDPOINT_URL and the storage option `endpoint_url`, as in http://127.0.0.1:9000",
     "gcs": "STORAGE_EMULATOR_HOST and the storage option `endpoint_url`",
@@ -41,6 +64,22 @@ def about_credentials(url: str) -> str:
     """Where the credentials for ``url`` come from, as a sentence; empty where that is not known."""
     credentials = _CREDENTIALS.get(_store(url), "")
     return f" {credentials}." if credentials else ""
+
+
+def about_permission(url: str, action: str, is_unexplained: bool) -> str:
+    """Which permission to grant for an action that a store refuses, as a sentence; empty where that is not known.
+
+    Args:
+        url: A URL.
+        action: ``"write"``, ``"read"``, ``"look at"``, ``"remove"`` or ``"abort"``.
+        is_unexplained: Whether the store has answered with nothing but a status.
+    """
+    permission = _PERMISSIONS.get(_store(url), {}).get(action, "")
+    if not permission:
+        return ""
+    if is_unexplained:
+        return f" The store does not say why: the credentials are not valid, or need {permission}."
+    return f" The credentials are valid. Grant them {permission}."
 
 
 def about_expiry(url: str, place: str) -> str:

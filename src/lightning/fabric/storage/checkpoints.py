@@ -27,6 +27,7 @@ from lightning.fabric.storage.own_plugins import saves_at_path
 from lightning.fabric.storage.ranks import failures_of_ranks, from_rank_zero, is_rank_zero, together, unseen_explained
 from lightning.fabric.storage.replacement import remove_leftovers
 from lightning.fabric.storage.stats import reported
+from lightning.fabric.storage.transport import questions_named
 from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_4
 
 if TYPE_CHECKING:
@@ -407,7 +408,8 @@ def _remove_what_a_file_replaces(location: Location, checkpoint_io: "CheckpointI
         return  # the folder may be what the plugin has saved
     if shares_names(location) and _has_shards_to_replace(location):  # elsewhere the file took the place of the shards
         try:
-            remove_folder(location)
+            with questions_named(location, "remove"):
+                remove_folder(location)
         except Exception as error:
             raise OSError(
                 f"{display(location)} is saved, but the sharded checkpoint of that name could not be removed, and is"

@@ -33,7 +33,7 @@ from lightning.fabric.storage.location import Location, display, join, shares_na
 from lightning.fabric.storage.namespace import METADATA, STOCK_META, remove_file, remove_names
 from lightning.fabric.storage.pickling import collection_paused
 from lightning.fabric.storage.save import save_file
-from lightning.fabric.storage.transport import open_source, open_writer
+from lightning.fabric.storage.transport import open_source, open_writer, questions_named
 from lightning.fabric.storage.transport.sink import Sink
 
 if TYPE_CHECKING:
@@ -322,9 +322,10 @@ def clean_up(location: Location, metadata: "Metadata") -> None:
         old = [name for name in found if name.endswith(SHARD_SUFFIX) and name not in ours["files"]]
         if ours["meta"] is None and STOCK_META in found:
             old.append(STOCK_META)
-        remove_names(location, old)
-        if shares_names(location):  # a full file that the folder replaces; elsewhere it had to go before
-            remove_file(location)
+        with questions_named(location, "remove"):
+            remove_names(location, old)
+            if shares_names(location):  # a full file that the folder replaces; elsewhere it had to go before
+                remove_file(location)
     except Exception as error:
         reason = f"{type(error).__name__}: {display(str(error))}"
         log.warning(f"Could not remove what earlier saves have left of {display(location)} ({reason})")

@@ -17,6 +17,7 @@ from lightning.fabric.storage.location import (
 from lightning.fabric.storage.namespace import MARKS, METADATA, remove_file, remove_folder, remove_names
 from lightning.fabric.storage.replacement import remove_leftovers, replace_by_folder
 from lightning.fabric.storage.stats import timed
+from lightning.fabric.storage.transport import questions_named
 from lightning.fabric.storage.transport.copies import copy_file
 
 _FILES_AT_A_TIME = 4
@@ -39,7 +40,8 @@ def duplicate(source: str | os.PathLike[str], target: str | os.PathLike[str]) ->
         else:
             copy_file(place, copy)
             if shares_names(copy):
-                remove_folder(copy)
+                with questions_named(copy, "remove"):
+                    remove_folder(copy)
         remove_leftovers(copy)
 
 
@@ -50,7 +52,8 @@ def _copy_folder(source: Location, target: Location) -> None:
     before = {} if in_the_way else sizes_of_files(target)
     shards = [name for name in names if name not in MARKS]
     if not before.keys().isdisjoint(shards):  # not ours, which have other names each time: no checkpoint may mix them
-        remove_names(folder, [name for name in MARKS if name in before])
+        with questions_named(folder, "remove"):
+            remove_names(folder, [name for name in MARKS if name in before])
     tried = 0
     try:
         _copy_files(source, folder, shards)
@@ -67,9 +70,10 @@ def _copy_folder(source: Location, target: Location) -> None:
     if in_the_way:
         replace_by_folder(folder, target)
         return
-    remove_names(target, [name for name in before if name not in names])
-    if shares_names(target):
-        remove_file(target)
+    with questions_named(target, "remove"):
+        remove_names(target, [name for name in before if name not in names])
+        if shares_names(target):
+            remove_file(target)
 
 
 def _copy_files(source: Location, folder: Location, names: list[str]) -> None:

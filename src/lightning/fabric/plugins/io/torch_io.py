@@ -11,6 +11,7 @@ from lightning.fabric.storage import location
 from lightning.fabric.storage.load import load_file
 from lightning.fabric.storage.namespace import remove
 from lightning.fabric.storage.save import save_file
+from lightning.fabric.storage.transport import questions_named
 from lightning.fabric.utilities.types import _PATH
 
 log = logging.getLogger(__name__)
@@ -73,5 +74,6 @@ class TorchCheckpointIO(CheckpointIO):
             storage_options: As for :meth:`save_checkpoint`.
         """
         place = location.locate(path, storage_options)
-        remove(place)
+        with questions_named(place, "remove"):
+            remove(place)
         log.debug(f"Nothing is left at {location.display(place)}")

@@ -14,7 +14,7 @@ from typing import IO, cast
 from fsspec import AbstractFileSystem
 
 from lightning.fabric.storage import progress
-from lightning.fabric.storage.advice import about_bucket, about_credentials, about_endpoint, about_expiry
+from lightning.fabric.storage.advice import about_bucket, about_endpoint, about_expiry
 from lightning.fabric.storage.buckets import is_zonal
 from lightning.fabric.storage.contexts import context_kept
 from lightning.fabric.storage.credentials import keep_current, place_of
@@ -40,6 +40,7 @@ from lightning.fabric.storage.transport import (
     zonal_reader,
 )
 from lightning.fabric.storage.transport.reader import RangedFile, Source
+from lightning.fabric.storage.transport.refusals import about_refusal, lacks_credentials
 from lightning.fabric.storage.transport.retry import attempts_of, chain, have_expired, is_transient, retrying, status_of
 from lightning.fabric.storage.transport.sink import GivenUp, Sink
 from lightning.fabric.storage.transport.stores import native_store
@@ -52,11 +53,6 @@ _KINDS = (
     NotADirectoryError,
     TimeoutError,
     ConnectionError,
-)
-_LACK_OF_CREDENTIALS = (
-    *("NoCredentialsError", "PartialCredentialsError"),
-    *("DefaultCredentialsError", "RefreshError"),
-    *("ClientAuthenticationError", "CredentialUnavailableError"),
 )
 _UNKNOWN_METHOD = 405
 _NO_SUCH_RANGE = 416
@@ -197,8 +193,13 @@ def copy_failures_named(location: Location) -> Iterator[None]:
 
 
 @contextmanager
-def questions_named(location: Location) -> Iterator[None]:
-    """For a body that asks what is at ``location``: its errors name that, unless they say that nothing is there."""
+def questions_named(location: Location, verb: str = "look at") -> Iterator[None]:
+    """For a body that asks what is at ``location``: its errors name that, unless they say that nothing is there.
+
+    Args:
+        location: The place.
+        verb: What else the body does with it, for messages.
+    """
     with context_kept():
         try:
             yield
@@ -207,7 +208,7 @@ def questions_named(location: Location) -> Iterator[None]:
         except Exception as error:
             if isinstance(location, Path):
                 raise
-            raise _failure("look at", location, error) from _unexplained(error)
+            raise _failure(verb, location, error) from _unexplained(error)
 
 
 class _Named:
@@ -268,7 +269,7 @@ def _failure(verb: str, location: Location, cause: BaseException) -> OSError:
         end = (
             ". It may have been written all the same: look at what is there. It is whole, be it the old one or the new."
         )
-    failure = kind(f"Could not {verb} {display(location)}: {reason}{end}{_advice(kind, location, cause)}")
+    failure = kind(f"Could not {verb} {display(location)}: {reason}{end}{_advice(verb, kind, location, cause)}")
     failure.errno = getattr(cause, "errno", None)
     return failure
 
@@ -281,14 +282,14 @@ def _unexplained(cause: BaseException) -> BaseException | None:
     return cause if type(cause).__module__ == "builtins" and not isinstance(cause, OSError) else None
 
 
-def _advice(kind: type[OSError], location: Location, cause: BaseException) -> str:
+def _advice(verb: str, kind: type[OSError], location: Location, cause: BaseException) -> str:
     """What to do about it, where the cause is not a passing one, or one of this machine's."""
     if isinstance(location, Path):
         return ""
     if have_expired(cause):
         return about_expiry(location, place_of(filesystem(location)[0]))
-    if kind is PermissionError or any(type(error).__name__ in _LACK_OF_CREDENTIALS for error in chain(cause)):
-        return about_credentials(location)
+    if kind is PermissionError or lacks_credentials(cause):
+        return about_refusal(location, verb, cause)
     if kind is FileNotFoundError:
         return f" {about_bucket(location)}." if lacks_bucket(location) else ""
     if is_transient(cause) and not any(status_of(error) for error in chain(cause)):

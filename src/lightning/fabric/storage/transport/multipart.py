@@ -7,6 +7,7 @@ from typing import NamedTuple
 from fsspec import AbstractFileSystem
 
 from lightning.fabric.storage.location import display
+from lightning.fabric.storage.transport.refusals import lacks_permission
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +151,10 @@ def has_unknown_outcome(error: BaseException) -> bool:
 def warn_of_unfinished(path: str, reason: BaseException | None = None) -> None:
     """Tells that an upload could not be aborted."""
     because = f" ({display(f'{type(reason).__name__}: {reason}')})" if reason is not None else ""
+    wanted = ""
+    if reason is not None and lacks_permission(reason):
+        wanted = " Grant the permission `s3:AbortMultipartUpload`, or Google's `storage.multipartUploads.abort`."
     log.warning(
         f"Could not abort the unfinished upload of {path!r}{because}. The store may keep and bill the parts uploaded so"
-        " far until a lifecycle rule of the bucket removes them."
+        f" far until a lifecycle rule of the bucket removes them.{wanted}"
     )

@@ -136,6 +136,8 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def status_of(error: BaseException) -> int | None:
     """The HTTP status that a client's error carries, each in its own way."""
+    if type(error) is OSError and str(error).startswith("Forbidden: "):
+        return 403  # of gcsfs, which says no more
     response = getattr(error, "response", None)
     metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
     candidates: list[Any] = [metadata.get("HTTPStatusCode")]

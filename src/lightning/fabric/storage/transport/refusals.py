@@ -1,0 +1,87 @@
+"""What a store that refuses wants: other credentials, or a permission for those that it knows."""
+
+import re
+
+from lightning.fabric.storage.advice import about_credentials, about_permission
+from lightning.fabric.storage.location import filesystem
+from lightning.fabric.storage.transport.retry import chain, have_expired, status_of
+
+_LACK_OF_CREDENTIALS = (
+    *("NoCredentialsError", "PartialCredentialsError"),
+    *("DefaultCredentialsError", "RefreshError"),
+    *("ClientAuthenticationError", "CredentialUnavailableError"),
+)
+#: What stores say of credentials that they do not know, or of none. Those that have expired are found elsewhere.
+_NOT_VALID = re.compile(
+    r"SignatureDoesNotMatch|signature we calculated does not match|InvalidSecurity|InvalidAccessKeyId"
+    r"|AuthenticationFailed|NoAuthenticationInformation|Anonymous caller|status code: 401"
+)
+_OF_THE_CLOCK = re.compile(r"RequestTimeTooSkewed")
+#: How stores name the permission that is missing, and who lacks it: AWS, Google, and Google with conditions.
+_PERMISSIONS = (
+    re.compile(r"User: (?P<who>\S+) is not authorized to perform: (?P<permission>\w+:\w+)"),
+    re.compile(r"(?P<who>\S+@\S+) does not have (?P<permission>[\w.]+) access"),
+    re.compile(r"(?P<who>)Permission '(?P<permission>[\w.]+)' denied"),
+)
+#: What a client of S3 does by the names of its operations, and an HTTP client by its methods.
+_ACTIONS = {
+    **{"PutObject": "write", "CreateMultipartUpload": "write", "UploadPart": "write"},
+    **{"CompleteMultipartUpload": "write", "CopyObject": "write", "UploadPartCopy": "write"},
+    **{"AbortMultipartUpload": "abort", "DeleteObject": "remove", "DeleteObjects": "remove"},
+    **{"GetObject": "read", "HeadObject": "read", "ListObjectsV2": "look at", "HeadBucket": "look at"},
+    **{"PUT": "write", "POST": "write", "DELETE": "remove", "GET": "read", "HEAD": "read"},
+}
+
+
+def about_refusal(url: str, action: str, cause: BaseException) -> str:
+    """What to do about a store's refusal, as sentences: set credentials only where there are none, or wrong ones.
+
+    Args:
+        url: What was asked for.
+        action: What was being done: ``"write"``, ``"read"``, ``"look at"``, ``"remove"`` or ``"abort"``. The request
+            that was refused, if it is known, goes before that.
+        cause: The client's error.
+    """
+    text = _text_of(cause)
+    if _OF_THE_CLOCK.search(text):
+        return " Set the clock of this machine."
+    if are_invalid(cause) or getattr(filesystem(url)[0], "anon", False) is True:
+        return about_credentials(url)
+    found = next((match for pattern in _PERMISSIONS if (match := pattern.search(text)) is not None), None)
+    if found is not None:
+        return f" The credentials are valid. Grant {found['who'] or 'them'} the permission `{found['permission']}`."
+    is_unexplained = re.search(r"HeadObject|HeadBucket|performing HEAD", text) is not None
+    return about_permission(url, _action(text) or action, is_unexplained)
+
+
+def lacks_credentials(error: BaseException) -> bool:
+    """Whether a client has found no credentials, or could not get any."""
+    return any(type(cause).__name__ in _LACK_OF_CREDENTIALS for cause in chain(error))
+
+
+def are_invalid(error: BaseException) -> bool:
+    """Whether a store says that it does not know the credentials, or that there are none."""
+    return (
+        lacks_credentials(error)
+        or any(status_of(cause) == 401 for cause in chain(error))
+        or _NOT_VALID.search(_text_of(error)) is not None
+    )
+
+
+def lacks_permission(error: BaseException) -> bool:
+    """Whether a store refuses what it was asked for, and not the credentials."""
+    refused = any(isinstance(cause, PermissionError) or status_of(cause) == 403 for cause in chain(error))
+    of_clock = _OF_THE_CLOCK.search(_text_of(error)) is not None
+    return refused and not (of_clock or have_expired(error) or are_invalid(error))
+
+
+def _text_of(error: BaseException) -> str:
+    return "\n".join(f"{getattr(cause, 'error_code', '')} {cause}" for cause in chain(error))
+
+
+def _action(text: str) -> str | None:
+    """What the request did that was refused; what is listed by GET is asked of a bucket."""
+    if re.search(r"performing GET \S*[?&](list-type|comp=list|prefix)", text):
+        return "look at"
+    found = re.search(r"when calling the (\w+) operation|Error performing (\w+) ", text)
+    return _ACTIONS.get(found[1] or found[2]) if found is not None else None
