@@ -4,6 +4,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -13,14 +14,18 @@ from fsspec.config import conf
 from fsspec.registry import _registry
 from s3fs import S3FileSystem
 
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.storage import options
 from lightning.fabric.storage.load import load_file
+from lightning.fabric.storage.location import locate
 from lightning.fabric.storage.options import CarryingOptions, set_storage_options
 from lightning.fabric.storage.save import save_file
+from lightning.fabric.storage.selection import names_in
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from tests.servers import SECRET, Bucket
 
 NOWHERE = "http://127.0.0.1:9"
+NO_SCHEME = r"The {}.* begins with http:// or https://, as in http://localhost:9000$"
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +89,67 @@ def test_what_a_client_would_pass_over_is_refused(protocol: str, given: dict[str
         set_storage_options(protocol, **given)
     assert "hunter2" not in str(raised.value)
     assert options._options == {}
+
+
+@pytest.mark.parametrize(
+    ("url", "given", "error"),
+    [
+        ("s3://bucket/x", {"endpoint": "hunter2"}, "S3FileSystem has no option `endpoint`: do you mean `endpoint_url`"),
+        ("gs://bucket/x", {"tokn": "hunter2"}, "has no option `tokn`: do you mean `token`"),
+        ("az://bucket/x", {"acount_name": "hunter2"}, "has no option `acount_name`: do you mean `account_name`"),
+        (
+            "s3://bucket/x",
+            {"endpoint_url": "user:hunter2@localhost:9000"},
+            NO_SCHEME.format("storage option `endpoint_"),
+        ),
+        (
+            "s3://bucket/x",
+            {"client_kwargs": {"endpoint_url": "localhost:9000"}},
+            NO_SCHEME.format("storage option `cl"),
+        ),
+        ("gs://bucket/x", {"endpoint_url": "localhost:9000"}, NO_SCHEME.format("storage option `endpoint_url`")),
+    ],
+)
+@pytest.mark.parametrize("source", ["argument", "configuration"])
+def test_options_of_a_single_call_and_of_the_configuration_are_looked_at_as_well(
+    url: str, given: dict[str, Any], error: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = given if source == "argument" else {}
+    if source == "configuration":
+        monkeypatch.setitem(conf, url.partition(":")[0], given)
+    place = locate(url, options)
+    for do in (
+        partial(TorchCheckpointIO().save_checkpoint, {}, url, options),
+        partial(load_file, url, options=options),
+        partial(TorchCheckpointIO().remove_checkpoint, url, options),
+        partial(names_in, place),
+    ):
+        with pytest.raises(ValueError, match=error) as raised:
+            do()
+        assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_an_endpoint_without_a_scheme_in_the_environment_is_refused(
+    bucket: Bucket, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "localhost:9000")
+    with pytest.raises(ValueError, match=NO_SCHEME.format(f"variable {variable}")):
+        save_file({}, f"{bucket.url}/x.ckpt")
+    save_file({}, f"{bucket.url}/x.ckpt", {"endpoint_url": bucket.server.endpoint})  # goes before it
+    assert bucket.names() == ["x.ckpt"]
+
+
+def test_options_that_are_in_no_signature_are_known(tmp_path: Path, bucket: Bucket, monkeypatch: Any) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    keys = tmp_path / "credentials"
+    keys.write_text(f"[other]\naws_access_key_id = test\naws_secret_access_key = {SECRET}\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
+    set_storage_options("s3", profile="other")
+    set_storage_options("gs", retry_timeout=5.0)
+    save_file({}, f"{bucket.url}/x.ckpt")
+    assert bucket.names() == ["x.ckpt"]
 
 
 def test_a_client_that_is_not_installed_is_named_with_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:

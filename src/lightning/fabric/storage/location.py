@@ -20,6 +20,7 @@ from fsspec.registry import known_implementations
 from fsspec.utils import get_protocol
 
 from lightning.fabric.storage.advice import about_bucket, about_credentials, about_package
+from lightning.fabric.storage.client_options import check_options
 from lightning.fabric.storage.credentials import keep_current
 
 Location = Path | str
@@ -148,7 +149,8 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     Other processes write to the store as well, so what the file system remembers about that path is forgotten.
 
     Raises:
-        ValueError: The protocol is not known, its client lacks an option, or has no file of that name.
+        ValueError: The protocol is not known, its client lacks an option, has no option or no file of that name, or
+            the endpoint has no scheme.
         ImportError: The client of the store is not installed.
         OSError: The client has asked a server, and got no good answer.
     """
@@ -156,6 +158,7 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     if (protocol := get_protocol(text)) in ("http", "https"):  # proxies are found in the environment, as elsewhere
         given = {**conf.get(protocol, {}).get("client_kwargs", {}), **options.get("client_kwargs", {})}
         options["client_kwargs"] = {"trust_env": True, **given}
+    check_options(protocol, options)
     folder, name = _split_where_taken_for_a_query(text)
     fs, path = _connect(url, folder, options)
     path = f"{path.rstrip('/')}/{name}" if name else path

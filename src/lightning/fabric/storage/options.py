@@ -1,20 +1,16 @@
 """Options of stores that are given once for a run: endpoint, credentials and so on."""
 
 import difflib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-from fsspec import AbstractFileSystem, available_protocols, get_filesystem_class
+from fsspec import available_protocols, get_filesystem_class
 from fsspec.config import conf
 
 from lightning.fabric.storage.advice import about_package
+from lightning.fabric.storage.client_options import check_options
 from lightning.fabric.storage.location import _LOCAL_PROTOCOLS
 
-#: Clients that pass over an option which they do not know.
-_FORGIVING = ("s3fs", "gcsfs", "adlfs")
-#: Options of every fsspec file system, which are in no signature.
-_COMMON = {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache"}
 #: What has been set, by protocol.
 _options: dict[str, dict[str, Any]] = {}
 
@@ -33,7 +29,8 @@ def set_storage_options(protocol: str, **options: Any) -> None:
             Those set by an earlier call stay; None is a value like any other.
 
     Raises:
-        ValueError: The protocol is not known, or that of local paths; or its client has no such option.
+        ValueError: The protocol is not known, or that of local paths; its client has no such option, or the endpoint
+            has no scheme.
         ImportError: The client of the store is not installed.
     """
     name = protocol.removesuffix("://")
@@ -51,22 +48,11 @@ def set_storage_options(protocol: str, **options: Any) -> None:
         raise ImportError(
             f"{name}:// needs a package: {error}.{about_package(f'{name}://')}", name=error.name
         ) from error
-    _refuse_unknown(kind, options)
+    check_options(name, options)
     protocols = (kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol
     for one in protocols:  # fsspec takes the options of all its names, and those of the last one before the others
         _options[one] = {**_options.get(one, {}), **options}
     _apply(_options)
-
-
-def _refuse_unknown(kind: type[AbstractFileSystem], options: dict[str, Any]) -> None:
-    if kind.__module__.partition(".")[0] not in _FORGIVING:
-        return
-    constructors = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
-    known = _COMMON.union(*(inspect.signature(one).parameters for one in constructors)) - {"self", "args", "kwargs"}
-    for name in options.keys() - known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f": do you mean `{near[0]}`?" if near else f". It has: {', '.join(sorted(known))}"
-        raise ValueError(f"{kind.__name__} has no option `{name}`{hint}")
 
 
 def _apply(options: dict[str, dict[str, Any]]) -> None:

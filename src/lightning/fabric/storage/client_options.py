@@ -1,0 +1,81 @@
+"""Refuses options of stores' clients that these would pass over, or understand only once something is sent."""
+
+import difflib
+import functools
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from fsspec import AbstractFileSystem, available_protocols, get_filesystem_class
+from fsspec.config import conf
+
+#: Clients that take any option, and do nothing with one that they do not know.
+_FORGIVING = ("s3fs", "gcsfs", "adlfs")
+#: Options of every fsspec file system, which are in no signature.
+_COMMON = {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache"}
+#: What the clients take out of their `**kwargs`. s3fs makes its session with the rest, unless it is given one.
+_UNNAMED = {
+    "s3fs": {"profile", "session_vars", "event_hooks", "include_builtin_handlers"},
+    "gcsfs": {"memmove_max_workers", "retry_timeout", "retry_initial", "retry_maximum", "retry_multiplier"},
+}
+_NO_OPTIONS = {"self", "args", "kwargs", "storage_options"}
+#: Where botocore looks for the endpoint if there is no option, in this order.
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+
+
+def check_options(protocol: str, options: Mapping[str, Any]) -> None:
+    """Looks at what a client is about to be made with: the options given, fsspec's configuration, the environment.
+
+    Args:
+        protocol: As in URLs. One that is unknown, or whose client is not installed, is left to whoever makes it.
+        options: Those given; they go before the others.
+
+    Raises:
+        ValueError: The client has no such option, or the endpoint has no scheme.
+    """
+    if protocol not in available_protocols():
+        return
+    try:
+        kind = get_filesystem_class(protocol)
+    except ImportError:
+        return
+    client = kind.__module__.partition(".")[0]
+    if client not in _FORGIVING:
+        return
+    protocols = (kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol
+    in_force = {name: value for one in protocols for name, value in conf.get(one, {}).items()} | dict(options)
+    if "session" not in in_force:
+        _refuse_unknown(kind, in_force)
+    if client != "adlfs":
+        _check_endpoint(client, in_force)
+
+
+def _refuse_unknown(kind: type[AbstractFileSystem], options: Mapping[str, Any]) -> None:
+    known = _known(kind)
+    for name in options.keys() - known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f": do you mean `{near[0]}`?" if near else f". It has: {', '.join(sorted(known))}"
+        raise ValueError(f"{kind.__name__} has no option `{name}`{hint}")
+
+
+@functools.cache
+def _known(kind: type[AbstractFileSystem]) -> set[str]:
+    constructors = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
+    named: set[str] = set().union(*(inspect.signature(one).parameters for one in constructors))
+    return (named | _COMMON | _UNNAMED.get(kind.__module__.partition(".")[0], set())) - _NO_OPTIONS
+
+
+def _check_endpoint(client: str, options: Mapping[str, Any]) -> None:
+    places = {"the storage option `endpoint_url`": options.get("endpoint_url")}
+    if client == "s3fs":
+        places["the storage option `client_kwargs`"] = (options.get("client_kwargs") or {}).get("endpoint_url")
+        if os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() != "true":
+            places |= {f"the variable {name}": os.environ.get(name) for name in _ENDPOINT_VARIABLES}
+    place, endpoint = next(((place, value) for place, value in places.items() if value), ("", ""))
+    if isinstance(endpoint, str) and endpoint and not endpoint.lower().startswith(("http://", "https://")):
+        host = endpoint.rpartition("://")[2].rpartition("@")[2]
+        raise ValueError(
+            f"{place[0].upper()}{place[1:]} is no URL of a server: it begins with http:// or https://, as in"
+            f" http://{host}"
+        )
