@@ -60,7 +60,7 @@ def _refuse_unknown(kind: type[AbstractFileSystem], options: Mapping[str, Any]) 
 
 
 @functools.cache
-def _known(kind: type[AbstractFileSystem]) -> set[str]:
+def _known(kind: Any) -> set[str]:
     constructors = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
     named: set[str] = set().union(*(inspect.signature(one).parameters for one in constructors))
     return (named | _COMMON | _UNNAMED.get(kind.__module__.partition(".")[0], set())) - _NO_OPTIONS
