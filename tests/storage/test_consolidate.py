@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -58,15 +59,19 @@ def save(place: str | Path, state: dict[str, Any], meta: dict[str, Any] | None =
     return locate(place)
 
 
-def command(folder: str | Path, output: str | Path | None = None, convert: Any = None) -> Namespace:
+def command(folder: str | Path, output: str | Path | None = None) -> Namespace:
     arguments = consolidate_command.checked_arguments(str(folder), None if output is None else str(output))
-    consolidate_command.run(arguments, convert)
+    consolidate_command.run(arguments)
     return arguments
 
 
 def stock(folder: Path) -> dict[str, Any]:
-    """What Lightning's own function makes of a checkpoint, once it has been saved and loaded."""
-    return torch.load(io.BytesIO(serialized(_load_distributed_checkpoint(folder))), weights_only=False)
+    """What Lightning's own function makes of a checkpoint, once it has been saved and loaded.
+
+    It forgets the empty state of an optimizer, without which torch does not load the rest.
+    """
+    made = torch.load(io.BytesIO(serialized(_load_distributed_checkpoint(folder))), weights_only=False)
+    return {**made, "optimizer_1": {"state": {}, **made["optimizer_1"]}}
 
 
 @pytest.fixture(params=["at once", "in many batches"])
@@ -120,14 +125,74 @@ def test_tensors_that_share_memory_are_stored_once(tmp_path: Path) -> None:
     assert loaded["b"][0] == 7
 
 
+TRAINERS = {"epoch": 3, "pytorch-lightning_version": "2.6.6"}
+
+
 @pytest.mark.parametrize("model_key", ["model", "state_dict"])  # of FSDP, and of ModelParallel
-def test_the_trainers_format_has_the_names_that_it_loads(tmp_path: Path, model_key: str) -> None:
-    folder = save(tmp_path / "x.ckpt", state(model_key), {"epoch": 3})
-    made = torch.load(command(folder, tmp_path / "y.ckpt", _format_checkpoint).output_file)
-    saved = stock(tmp_path / "x.ckpt")
-    assert set(made) == {"state_dict", "empty", "list", "epoch", "optimizer_states"}
-    assert_same(made["state_dict"], saved[model_key])
-    assert_same(made["optimizer_states"], [saved["optimizer_0"], saved["optimizer_1"]])
+def test_a_checkpoint_of_the_trainer_gets_the_names_that_it_loads(tmp_path: Path, model_key: str) -> None:
+    eleven = {f"optimizer_{number}": {"state": {}, "param_groups": [{"lr": number}]} for number in reversed(range(11))}
+    shards = {**state(model_key), **eleven}
+    users = {"model": "mine", "optimizer_0": "mine", "optimizer_11": 7}  # of `on_save_checkpoint`
+    made = torch.load(command(save(tmp_path / "x.ckpt", shards, {**TRAINERS, **users})).output_file)
+    assert set(made) == {"state_dict", "empty", "list", "optimizer_states", *TRAINERS, *users}
+    assert_same(made["state_dict"], shards[model_key])
+    assert_same(made["optimizer_states"], [shards[f"optimizer_{number}"] for number in range(11)])
+    assert {name: made[name] for name in users} == users
+    assert_same({**_format_checkpoint(shards), **TRAINERS, **users}, made)
+
+
+def test_the_file_loads_into_optimizers_that_have_no_state(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.5)
+    saved = {"model": {"w": torch.ones(2)}, "optimizer_0": optimizer.state_dict()}
+    of_trainer = torch.load(command(save(tmp_path / "x.ckpt", saved, TRAINERS)).output_file)["optimizer_states"][0]
+    of_fabric = torch.load(command(save(tmp_path / "y.ckpt", saved)).output_file)["optimizer_0"]
+    for state_of_optimizer in (of_trainer, of_fabric):
+        loading = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+        loading.load_state_dict(state_of_optimizer)
+        assert loading.param_groups[0]["lr"] == 0.5
+
+
+def test_a_checkpoint_of_the_trainer_without_optimizers_has_no_states_of_them(tmp_path: Path) -> None:
+    made = torch.load(command(save(tmp_path / "x.ckpt", {"model": {"w": torch.ones(2)}}, TRAINERS)).output_file)
+    assert_same(made, {"state_dict": {"w": torch.ones(2)}, **TRAINERS})
+
+
+MODULES = ["lightning.fabric.utilities.consolidate_checkpoint", "lightning.pytorch.utilities.consolidate_checkpoint"]
+
+
+@pytest.mark.parametrize("meta", [TRAINERS, META], ids=["the Trainer's", "Fabric's"])
+def test_all_commands_make_the_same_file_whoever_has_saved(
+    tmp_path: Path, meta: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(save(tmp_path / "x.ckpt", state(), meta))
+    expected = Path(command(folder, tmp_path / "expected").output_file).read_bytes()
+    for module in MODULES:
+        run_here(monkeypatch, module, folder, "--output_file", f"{tmp_path}/{module}")
+        assert (tmp_path / module).read_bytes() == expected, module
+    assert CliRunner().invoke(cli._main, ["consolidate", folder]).exit_code == 0
+    assert Path(f"{folder}.consolidated").read_bytes() == expected
+
+
+def test_the_help_of_all_commands_names_the_trainer_and_both_strategies(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [CliRunner().invoke(cli._main, ["consolidate", "--help"]).output]
+    for module in MODULES:
+        with pytest.raises(SystemExit, match="0"):
+            run_here(monkeypatch, module, "--help")
+        texts.append(capsys.readouterr().out)
+    for text in texts:
+        said = " ".join(text.split())
+        assert "sharded checkpoint of FSDP or ModelParallel, which the Trainer or Fabric has saved" in said
+        assert "load_from_checkpoint" in said
+        assert "URL of any protocol" in said
+        assert "only supports" not in said.lower()
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, module: str, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    runpy.run_module(module, run_name="__main__")
 
 
 def test_both_ends_can_be_in_a_store(bucket: Bucket, tmp_path: Path) -> None:

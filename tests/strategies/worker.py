@@ -24,6 +24,8 @@ FABRIC = importlib.import_module("lightning_fabric" if TWIN else "lightning.fabr
 
 
 def strategy(module: Any) -> Any:
+    if CASE["strategy"] == "ddp":
+        return "ddp"
     sharded = CASE["kind"] == "sharded"
     if CASE["strategy"] == "model_parallel":
         arguments = {"data_parallel_size": 2, "tensor_parallel_size": 1, "save_distributed_checkpoint": sharded}

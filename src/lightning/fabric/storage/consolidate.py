@@ -8,9 +8,10 @@ import io
 import logging
 import math
 import pickle
+import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
@@ -47,46 +48,53 @@ _BATCH = 64 * 2**20
 _ALIGNMENT = 64
 #: What an archive has beside each tensor's bytes, about.
 _EXTRA = 256
+#: What every checkpoint of the Trainer has beside model and optimizer.
+_OF_TRAINER = "pytorch-lightning_version"
 
 
-def consolidate(
-    folder: Location, output: Location, convert: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-) -> None:
+def consolidate(folder: Location, output: Location) -> None:
     """Writes a sharded checkpoint as one file, whole or not at all.
 
     The file holds what stock Lightning makes of the same checkpoint: the nested dictionaries that were saved, with
-    every tensor whole, and beside them what ``meta.pt`` holds.
+    every tensor whole, and beside them what ``meta.pt`` holds; and the empty state of optimizers without one. That of
+    a checkpoint of the Trainer has the names of :func:`as_one_of_trainer`.
 
     Args:
         folder: The checkpoint's.
         output: The file's place.
-        convert: Called with what is going to be in the file, in which a :class:`TensorStub` stands for each tensor of
-            the shards. Returns what to write instead.
 
     Raises:
         FileNotFoundError: There is no complete checkpoint.
         OSError: The checkpoint could not be read or is damaged, or the file could not be written.
         RuntimeError: The checkpoint has something beside tensors that cannot be loaded, or is not safe to load.
     """
-    log.info(f"Consolidating {display(folder)}")
     metadata, _ = commit.read_metadata(folder)
     for wrong in contradictions(metadata):
         raise OSError(f"{display(folder)} is damaged: its .metadata {wrong}. Load another checkpoint.")
     names: dict[TensorStub, str] = {}
     checkpoint = _without_tensors(folder, metadata, names)
-    checkpoint.update(_meta(folder, metadata))
-    if convert is not None:
-        checkpoint = convert(checkpoint)
-    elif "pytorch-lightning_version" in checkpoint:
-        log.warning(
-            "This is a checkpoint of the Trainer. To resume a Trainer from the file, make it with `python -m"
-            " lightning.pytorch.utilities.consolidate_checkpoint`."
-        )
+    meta = _meta(folder, metadata)
+    if _OF_TRAINER in meta:  # which may have names of the user's that are those of the shards
+        checkpoint = as_one_of_trainer(checkpoint)
+    checkpoint.update(meta)
+    log.info(f"Consolidating {display(folder)}, a checkpoint of {'the Trainer' if _OF_TRAINER in meta else 'Fabric'}")
     with timed("Consolidated", output) as transfer:
         with open_writer(output, lean=True) as file:
             _write(checkpoint, _Tensors(folder, metadata, names), file)
         transfer.size = file.tell()
     log.info(f"Saved {display(output)} ({transfer.size / 2**20:.1f} MiB)")
+
+
+def as_one_of_trainer(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Names what the Trainer's shards hold as its checkpoints of one file do: FSDP and ModelParallel name it otherwise.
+
+    Args:
+        checkpoint: What was in the shards.
+    """
+    found = {int(match[1]): name for name in checkpoint if (match := re.fullmatch("optimizer_([0-9]+)", name))}
+    result = {"state_dict" if name == "model" else name: value for name, value in checkpoint.items()}
+    optimizers = [result.pop(name) for _, name in sorted(found.items())]
+    return {**result, "optimizer_states": optimizers} if optimizers else result
 
 
 def _write(checkpoint: dict[str, Any], tensors: "_Tensors", file: Sink) -> None:
@@ -138,7 +146,13 @@ def _without_tensors(folder: Location, metadata: Metadata, names: dict[TensorStu
             set_element(nested, paths.get(name, (name,)), value)
         except (TypeError, AttributeError, IndexError) as error:  # something else is on the way to it
             raise OSError(f"{display(folder)} is damaged: there is no place for {name!r}") from error
-    return nested
+    return {name: _with_state(value) for name, value in nested.items()}
+
+
+def _with_state(value: Any) -> Any:
+    """An optimizer that has no state yet, or never has any, is loaded with an empty one only; shards have none."""
+    is_without = isinstance(value, dict) and "param_groups" in value and "state" not in value
+    return {"state": {}, **value} if is_without else value
 
 
 def _places(metadata: Metadata) -> dict[str, frozenset[Any]]:

@@ -245,7 +245,7 @@ def open_checkpoint(location: Location) -> IO[bytes]:
         if is_file(join(location, STOCK_META)):
             what = (
                 "a sharded checkpoint: load it with FSDP or ModelParallel, or make one file of it with `fabric"
-                " consolidate` or, for the Trainer, `python -m lightning.pytorch.utilities.consolidate_checkpoint`"
+                " consolidate` (or `python -m lightning.fabric.utilities.consolidate_checkpoint`)"
             )
         raise IsADirectoryError(f"{display(location)} is {what}") from error
 

@@ -2,15 +2,32 @@
 
 import logging
 import sys
-from argparse import Namespace
-from collections.abc import Callable
-from typing import Any
+from argparse import ArgumentParser, Namespace
 
 from lightning.fabric.storage.checkpoints import find_checkpoint
-from lightning.fabric.storage.consolidate import consolidate
 from lightning.fabric.storage.location import Location, beside, display, display_about, kind, locate
 
 log = logging.getLogger(__name__)
+
+_WHAT = (
+    "Makes one file of a sharded checkpoint of FSDP or ModelParallel, which the Trainer or Fabric has saved. A file of"
+    " the Trainer's is what it saves itself without shards: `Trainer.fit(ckpt_path=...)` and `load_from_checkpoint`"
+    " take it. A file of Fabric's has the names that were given to `fabric.save`, for `fabric.load`. The file is there"
+    " when it is complete, and not before, and the checkpoint is not loaded into memory as a whole."
+)
+_FOLDER = "The checkpoint's folder: a local path or a URL of any protocol that fsspec knows"
+#: What is told of the option ``--output_file``.
+OUTPUT = "Where to write the file, likewise; by default beside the folder, with `.consolidated` at the end of its name"
+#: What ``fabric consolidate --help`` tells.
+HELP = f"{_WHAT}\n\nCHECKPOINT_FOLDER: {_FOLDER}."
+
+
+def parsed_arguments() -> Namespace:
+    """The arguments of the commands that are modules."""
+    parser = ArgumentParser(description=_WHAT)
+    parser.add_argument("checkpoint_folder", help=_FOLDER)
+    parser.add_argument("--output_file", help=OUTPUT)
+    return parser.parse_args()
 
 
 def checked_arguments(folder: str, output: str | None, code_if_missing: int = 1) -> Namespace:
@@ -56,15 +73,17 @@ def _problem_of(location: Location, target: Location) -> str:
     return ""
 
 
-def run(config: Namespace, convert: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> None:
+def run(config: Namespace) -> None:
     """Does what a command was asked for; if that fails, the process ends with the exit code 1.
 
     Args:
         config: From :func:`checked_arguments`.
-        convert: As for :func:`consolidate`.
     """
+    # not at the top, which every fabric command imports: there are builds of torch without torch.distributed
+    from lightning.fabric.storage.consolidate import consolidate
+
     try:
-        consolidate(config.checkpoint_folder, config.output_file, convert)
+        consolidate(config.checkpoint_folder, config.output_file)
     except (OSError, RuntimeError) as error:
         log.error(_told(error, config.checkpoint_folder, config.output_file))
         sys.exit(1)
