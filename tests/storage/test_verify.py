@@ -323,6 +323,111 @@ def test_what_cannot_be_verified_is_told_in_one_line(bucket: Bucket, tmp_path: P
     assert f"Could not read {bucket.url}/x.ckpt/.metadata" in told.splitlines()[-1]
 
 
+def test_all_checkpoints_of_a_folder_are_verified_with_a_line_for_each(tmp_path: Path, run: Run) -> None:
+    save(tmp_path / "shards.ckpt")
+    save_file(STATE, tmp_path / "version_0" / "checkpoints" / "file.ckpt")
+    save(tmp_path / "version_0" / "of fabric")
+    (tmp_path / "version_0" / "metrics.csv").write_text("not a checkpoint")
+    (tmp_path / ".0123456789abcdef.tmp").mkdir()  # a save that is going on
+    (tmp_path / ".0123456789abcdef.tmp" / "__0_0.distcp").write_text("")
+    found = {
+        tmp_path / "shards.ckpt": 4,
+        tmp_path / "version_0" / "checkpoints" / "file.ckpt": 1,
+        tmp_path / "version_0" / "of fabric": 4,
+    }
+    lines = [rf"{place}: complete, {files} files?, \d+ bytes, all checksums right" for place, files in found.items()]
+    code, told, _ = run(tmp_path)
+    assert code == 0
+    assert_lines(told, [*lines, "3 checkpoints, all complete"])
+    flip(shard_of(tmp_path / "shards.ckpt"), 50)
+    (tmp_path / "version_0" / "of fabric" / ".metadata").unlink()
+    code, told, _ = run(tmp_path)
+    assert code == 1
+    wrong = [rf"{place}: 1 problem, \d+ files?, \d+ bytes: load another checkpoint" for place in found]
+    damaged = rf"{tmp_path}/shards\.ckpt/.*: bytes .* are damaged.*"
+    incomplete = r".* incomplete: \.metadata is missing.*"
+    assert_lines(told, [damaged, wrong[0], lines[1], incomplete, wrong[2], "3 checkpoints: 2 with problems"])
+
+
+def assert_lines(lines: list[str], patterns: list[str]) -> None:
+    assert len(lines) == len(patterns), lines
+    for line, pattern in zip(lines, patterns, strict=True):
+        assert re.fullmatch(pattern, line), (line, pattern)
+
+
+def test_what_links_lead_to_counts_once_and_links_to_nothing_are_problems(tmp_path: Path, run: Run) -> None:
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    save(folder / "epoch=1.ckpt")
+    save_file(STATE, outside / "epoch=0.ckpt")
+    (folder / "best.ckpt").symlink_to("epoch=1.ckpt")
+    (folder / "again").symlink_to(folder)
+    (folder / "archive").symlink_to(outside)
+    code, lines, _ = run(folder)
+    assert code == 0
+    checked = [line.partition(": ")[0] for line in lines]
+    assert checked == [f"{folder}/archive/epoch=0.ckpt", f"{folder}/epoch=1.ckpt", "2 checkpoints, all complete"]
+    (folder / "last.ckpt").symlink_to("epoch=2.ckpt")
+    code, lines, _ = run(folder)
+    assert (code, lines[-1]) == (1, "3 checkpoints: 1 with problems")
+    assert lines[2] == f"{folder}/last.ckpt is a link to epoch=2.ckpt, where there is nothing"
+    assert run(folder / "last.ckpt")[0] == 1
+
+
+def test_what_cannot_be_checked_in_a_folder_does_not_end_the_rest(tmp_path: Path, run: Run, bucket: Bucket) -> None:
+    (tmp_path / "a.ckpt" / "checkpoint").mkdir(parents=True)  # as DeepSpeed has them
+    (tmp_path / "a.ckpt" / "latest").write_text("checkpoint")
+    save_file(STATE, tmp_path / "b.ckpt")
+    code, lines, _ = run(tmp_path)
+    assert code == 2
+    assert lines[0].startswith(f"{tmp_path}/a.ckpt: not checked: There is no checkpoint in the folder")
+    assert lines[2] == "2 checkpoints: 1 not checked"
+    (tmp_path / "c.ckpt").mkdir()  # which is all that a save had done
+    code, lines, _ = run(tmp_path)
+    assert code == 1
+    assert lines[-1] == "3 checkpoints: 1 with problems, 1 not checked"
+
+    for name in ("a", "b"):
+        save_file(STATE, f"{bucket.url}/run/{name}.ckpt")
+    with bucket.refusing(lambda method, path: 403 if "a.ckpt" in path else None):
+        code, lines, _ = run(f"{bucket.url}/run")
+    assert code == 2
+    assert lines[0].startswith(f"{bucket.url}/run/a.ckpt: not checked: ")
+    assert lines[1].startswith(f"{bucket.url}/run/b.ckpt: complete")
+
+
+def test_all_checkpoints_of_a_folder_in_a_store_are_verified(bucket: Bucket, run: Run) -> None:
+    save(f"{bucket.url}/run/x.ckpt")
+    save_file(STATE, f"{bucket.url}/run/deep/y.ckpt")
+    save(f"{bucket.url}/run/deep/y.ckpt")  # the folder is what would be loaded
+    save_file(STATE, f"{bucket.url}/run/z.ckpt")
+    bucket.put("run/z.ckpt/inner/w.ckpt", b"no checkpoint")
+    code, lines, _ = run(f"{bucket.url}/run")
+    assert code == 1
+    told = [line for line in lines if "bytes 0 to" not in line]
+    assert [line.partition(": ")[0].removeprefix(f"{bucket.url}/run/") for line in told] == [
+        *("deep/y.ckpt", "x.ckpt", "z.ckpt", "z.ckpt/inner/w.ckpt", "4 checkpoints")
+    ]
+    assert told[0].partition(": ")[2].startswith("complete, 4 files")
+    assert told[-1] == "4 checkpoints: 1 with problems"
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_no_problem(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file(STATE, tmp_path / "a.ckpt")
+    save_file(STATE, tmp_path / "b.ckpt")
+    find = verify.find_checkpoint
+
+    def remove_another(place: Path) -> Any:
+        (tmp_path / "b.ckpt").unlink(missing_ok=True)
+        return find(place)
+
+    monkeypatch.setattr(verify, "find_checkpoint", lambda p: remove_another(p) if p != tmp_path else find(p))
+    code, lines, _ = run(tmp_path)
+    assert code == 0
+    assert lines[1:] == [f"{tmp_path}/b.ckpt: removed meanwhile", "1 checkpoint, all complete"]
+
+
 def test_both_commands_return_the_exit_code(tmp_path: Path) -> None:
     save(tmp_path / "x.ckpt")
     good = CliRunner().invoke(cli._main, ["verify", str(tmp_path / "x.ckpt")])

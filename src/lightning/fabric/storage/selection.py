@@ -3,7 +3,8 @@
 import os
 import re
 import zipfile
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lightning.fabric.storage.commit import read_metadata
@@ -11,6 +12,8 @@ from lightning.fabric.storage.load import ARCHIVE
 from lightning.fabric.storage.location import (
     Location,
     display,
+    filesystem,
+    infos_inside,
     is_file,
     join,
     kind,
@@ -19,7 +22,7 @@ from lightning.fabric.storage.location import (
     modified,
 )
 from lightning.fabric.storage.namespace import METADATA
-from lightning.fabric.storage.replacement import SHARD_FOLDER_PART
+from lightning.fabric.storage.replacement import SHARD_FOLDER_PART, is_shard_folder
 from lightning.fabric.storage.transport import open_reader, questions_named
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.types import _PATH
@@ -28,6 +31,8 @@ from lightning.fabric.utilities.types import _PATH
 _LIGHTNINGS = re.compile(r"meta\.pt|__[0-9a-f]{12}_.+\.distcp")
 _HPC_NAME = "hpc_ckpt_"
 _NUMBER = re.compile(r"([0-9]+)")
+#: Names that a save uses for a moment, and all that Lightning does not give a checkpoint.
+_SIDE_NAME = re.compile(r"\..*|.+\.[0-9a-f]{12}\.(?:old|new)")
 
 
 def why_incomplete(path: _PATH) -> str | None:
@@ -197,3 +202,50 @@ def _is_complete(path: _PATH) -> bool:
     if why is not None:
         rank_zero_warn(f"Skipping the checkpoint {display(os.fspath(path))!r}, which is not complete: {why}")
     return why is None
+
+
+def checkpoints_below(folder: Location) -> list[Location]:
+    """The checkpoints in a folder and in its folders: shards, whatever they are called, and all that is ``*.ckpt``.
+
+    What several links lead to is there once, under its own name if that is in the folder too.
+
+    Raises:
+        OSError: The store did not answer.
+    """
+    found = list(_checkpoints_below(folder, frozenset([os.path.realpath(folder)])))
+    if not isinstance(folder, Path):
+        return found
+    root = Path(os.path.realpath(folder))
+    real = {place: Path(os.path.realpath(place)) for place in map(Path, found)}
+    by_links_first = sorted(real, key=lambda place: root / place.relative_to(folder) == real[place])
+    names = {real[place]: place for place in by_links_first}
+    return [place for place in real if names[real[place]] == place]
+
+
+def _checkpoints_below(folder: Location, above: frozenset[str]) -> Iterator[Location]:
+    # ``above``: the folders around, to which links may lead back
+    names = _names_and_types(folder)
+    if is_shard_folder(names):
+        yield folder
+        return
+    for name, types in sorted(names.items()):
+        place = join(folder, name)
+        real = os.path.realpath(place) if isinstance(place, Path) else place
+        if _SIDE_NAME.fullmatch(name) or real in above:
+            continue
+        inside = list(_checkpoints_below(place, above | {real})) if "directory" in types else []
+        if name.endswith(".ckpt") and place not in inside and ("file" in types or not inside):
+            yield place  # on an object store there can be both
+        yield from inside
+
+
+def _names_and_types(folder: Location) -> dict[str, set[str]]:
+    """What is right inside a folder. A link is what it leads to, or a file."""
+    if isinstance(folder, Path):
+        with os.scandir(folder) as entries:
+            return {entry.name: {"directory" if entry.is_dir() else "file"} for entry in entries}
+    types: dict[str, set[str]] = defaultdict(set)
+    with questions_named(folder):
+        for name, info in infos_inside(*filesystem(folder)):
+            types[name].add("directory" if info["type"] == "directory" else "file")
+    return types

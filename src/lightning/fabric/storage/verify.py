@@ -3,10 +3,12 @@
 import dataclasses
 import io
 import logging
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from lightning.fabric.storage.checksums import Record, records_of
 from lightning.fabric.storage.location import Location, display, join, kind, missing
 from lightning.fabric.storage.namespace import METADATA, STOCK_META
 from lightning.fabric.storage.plausible import contradictions
+from lightning.fabric.storage.selection import why_incomplete
 from lightning.fabric.storage.transport import open_source
 from lightning.fabric.storage.transport.reader import RangedFile, Source
 from lightning.fabric.storage.transport.threads import Crew
@@ -34,6 +37,10 @@ _DAMAGED = "are damaged: their checksum is wrong"
 _MOST = 20
 #: Errors that say nothing about the checkpoint.
 _CANNOT_TELL = (PermissionError, ConnectionError, TimeoutError)
+
+
+class NoCheckpoint(FileNotFoundError):
+    """There is a folder that is no checkpoint itself."""
 
 
 @dataclasses.dataclass
@@ -70,11 +77,14 @@ def verify(location: Location) -> Result:
         location: Of the folder or the file.
 
     Raises:
-        FileNotFoundError: There is no checkpoint, not even a part of one.
+        NoCheckpoint: The folder is none, not even a part of one.
+        FileNotFoundError: There is nothing.
         OSError: The store did not answer, or refused. Its client may raise errors of its own.
     """
     log.info(f"Verifying {display(location)}")
     if _is_nothing(location):
+        if isinstance(location, Path) and location.is_symlink():
+            return Result([f"{location} is a link to {os.readlink(location)}, where there is nothing"])
         raise FileNotFoundError(f"There is nothing at {missing(location)}")
     try:
         found = find_checkpoint(location)
@@ -88,8 +98,19 @@ def verify(location: Location) -> Result:
     elif found.is_full:
         _check_file(location, result, lambda source: _check_archive(source, result))
     else:
-        raise FileNotFoundError(f"There is no checkpoint in the folder {display(location)}")
+        raise NoCheckpoint(f"There is no checkpoint in the folder {display(location)}")
     return result
+
+
+def verify_one_of_many(location: Location) -> Result:
+    """As :func:`verify`, of what :func:`~lightning.fabric.storage.selection.checkpoints_below` has found."""
+    try:
+        return verify(location)
+    except NoCheckpoint:
+        why = why_incomplete(location)
+        if why is None:
+            raise
+        return Result([why])
 
 
 def _is_nothing(location: Location) -> bool:

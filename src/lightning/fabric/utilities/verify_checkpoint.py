@@ -5,15 +5,16 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lightning.fabric.storage.location import display_about, locate
+from lightning.fabric.storage.location import Location, display, display_about, locate
 
 if TYPE_CHECKING:
     import click
 
 _WHAT = (
     "Checks, without loading it, that a checkpoint is complete and undamaged: a folder of shards, or a file of"
-    " torch.save. Reads all of it. The exit code is 0 if all is well, 1 if not, and 2 if there is nothing to check, or"
-    " it cannot be read."
+    " torch.save. Reads all of it. Of another folder, checks each checkpoint in it and its folders: folders of shards,"
+    " and what is called *.ckpt. The exit code is 0 if all is well, 1 if one is damaged or incomplete, and else 2 if"
+    " there is nothing to check, or one cannot be read."
 )
 _PATH = "A local path or a URL of any protocol that fsspec knows"
 
@@ -21,21 +22,60 @@ _PATH = "A local path or a URL of any protocol that fsspec knows"
 def run(path: str) -> int:
     """Prints a line for each problem of a checkpoint, and one that sums up. Returns the exit code."""
     # not at the top, which every fabric command imports: there are builds of torch without torch.distributed
-    from lightning.fabric.storage.verify import verify
+    from lightning.fabric.storage.selection import checkpoints_below
+    from lightning.fabric.storage.verify import NoCheckpoint, verify
 
     try:
-        result = verify(locate(path))
+        location = locate(path)
+        try:
+            result = verify(location)
+        except NoCheckpoint:
+            found = checkpoints_below(location)
+            if not found:
+                raise
+            return _run_each(found)
     except KeyboardInterrupt:
         print("Interrupted: the checkpoint is not verified", file=sys.stderr)
         return 130
     except Exception as error:  # clients of stores raise what they like
-        kind = "" if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: "
-        print(f"{kind}{display_about(str(error), path)}", file=sys.stderr)
+        print(_told(error, path), file=sys.stderr)
         return 2
     for problem in result.problems:
         print(problem)
     print(result)
     return 1 if result.problems else 0
+
+
+def _run_each(found: Sequence[Location]) -> int:
+    """The same of many, with the one that sums up for each of them."""
+    from lightning.fabric.storage.verify import NoCheckpoint, verify_one_of_many
+
+    checked = wrong = unknown = 0
+    for location in found:
+        checked += 1
+        try:
+            result = verify_one_of_many(location)
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and not isinstance(error, NoCheckpoint):
+                checked -= 1
+                print(f"{display(location)}: removed meanwhile")
+            else:
+                unknown += 1
+                print(f"{display(location)}: not checked: {_told(error, location)}")
+            continue
+        wrong += bool(result.problems)
+        for problem in result.problems:
+            print(problem)
+        print(f"{display(location)}: {result}")
+    counts = [f"{wrong} with problems"] * bool(wrong) + [f"{unknown} not checked"] * bool(unknown)
+    what = f"{checked} checkpoint{'s' * (checked != 1)}"
+    print(f"{what}: {', '.join(counts)}" if counts else f"{what}, all complete")
+    return 1 if wrong else 2 if unknown else 0
+
+
+def _told(error: Exception, location: Location) -> str:
+    kind = "" if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: "
+    return f"{kind}{display_about(str(error), location)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
