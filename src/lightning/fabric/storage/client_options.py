@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from fsspec import AbstractFileSystem, available_protocols, get_filesystem_class
+from fsspec import available_protocols, get_filesystem_class
 from fsspec.config import conf
 
 #: Clients that take any option, and do nothing with one that they do not know.
@@ -51,7 +51,7 @@ def check_options(protocol: str, options: Mapping[str, Any]) -> None:
         _check_endpoint(client, in_force)
 
 
-def _refuse_unknown(kind: type[AbstractFileSystem], options: Mapping[str, Any]) -> None:
+def _refuse_unknown(kind: Any, options: Mapping[str, Any]) -> None:
     known = _known(kind)
     for name in options.keys() - known:
         near = difflib.get_close_matches(name, known, 1)
