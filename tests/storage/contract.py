@@ -317,9 +317,10 @@ class StorageContract:
         assert store.outside.names() == []
 
     def test_a_slash_at_the_end_makes_no_other_name(self, store: Store, plugin: TorchCheckpointIO) -> None:
-        plugin.save_checkpoint(checkpoint(1), f"{store.root}/run/x.ckpt/")
-        assert store.outside.names() == [NAME]
-        assert value_of(plugin.load_checkpoint(store.url)) == 1
+        with pytest.raises(IsADirectoryError, match="ends with a slash"):
+            plugin.save_checkpoint(checkpoint(1), f"{store.root}/run/x.ckpt/")
+        assert store.outside.names() == []
+        plugin.save_checkpoint(checkpoint(1), store.url)
         assert value_of(plugin.load_checkpoint(f"{store.root}/run/x.ckpt/")) == 1
         plugin.remove_checkpoint(f"{store.root}/run/x.ckpt/")
         assert store.outside.names() == []
