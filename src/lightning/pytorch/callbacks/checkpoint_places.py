@@ -1,16 +1,19 @@
 """Where the checkpoints of a ModelCheckpoint are, on a local disk or at a URL, and what the last one is called."""
 
+import itertools
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.storage import text
 from lightning.fabric.storage.duplicate import duplicate
 from lightning.fabric.storage.engine import engine_of
+from lightning.fabric.storage.first_look import has_checkpoints
 from lightning.fabric.storage.location import display, is_same, is_within, kind, locate, shares_names, text_of_folder
 from lightning.fabric.storage.own_plugins import loads_from_path, saves_at_path
 from lightning.fabric.storage.ranks import from_rank_zero, together_in
@@ -67,7 +70,7 @@ def is_in_folder(callback: "ModelCheckpoint", path: str) -> bool:
 def is_saved(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> bool:
     """Whether there is a checkpoint at ``path``, or one that a plugin of the user's has saved for that path."""
     if saves_at_path(trainer.strategy):
-        return kind(locate(path)) != "nothing"
+        return text.is_there(path)
     return path in paths_in(callback) or is_there(path)
 
 
@@ -77,7 +80,7 @@ def can_be_linked_to(trainer: "Trainer", path: str) -> bool:
         return True
     if engine_of(trainer.strategy.checkpoint_io) is not None:
         return loads_from_path(trainer.strategy)  # it may not be there yet
-    return from_rank_zero(lambda: kind(locate(path)) != "nothing", f"looking for {display(path)}")
+    return from_rank_zero(lambda: text.is_there(path), f"looking for {display(path)}")
 
 
 def times_of_last(trainer: "Trainer", candidates: Iterable[str | None]) -> dict[str, float]:
@@ -196,6 +199,38 @@ def warn_of_local_folder(callback: "ModelCheckpoint", trainer: "Trainer", folder
             f" to the `default_root_dir` {display(root)}. To have them there, give that to ModelCheckpoint as its"
             " `dirpath`, or to the logger as its `save_dir`."
         )
+
+
+def look_at_folder(callback: "ModelCheckpoint", trainer: "Trainer", look: Callable[[_Path], object]) -> None:
+    """Has rank zero look at the folder that checkpoints go to, unless another callback has done so; a collective call.
+
+    Args:
+        callback: Whose folder it is.
+        trainer: That is about to fit.
+        look: Warns of what is there, and raises what every rank is to raise.
+    """
+    folder = callback.dirpath
+    if folder is None or (getattr(trainer, "fast_dev_run", False) and isinstance(locate(folder), str)):
+        return  # nothing is saved
+    before = itertools.takewhile(lambda other: other is not callback, trainer.checkpoint_callbacks)
+    if any(is_same_folder(getattr(other, "dirpath", None), folder) for other in before):
+        return
+    with together_in(trainer.strategy, f"looking at {display(str(folder))}"):
+        if trainer.is_global_zero:
+            look(folder)
+
+
+def look_at_root(trainer: "Trainer") -> None:
+    """As :func:`look_at_folder`, for `default_root_dir`, if that is a URL and no callback's folder is in it."""
+    root = locate(trainer.default_root_dir)
+    if isinstance(root, Path) or getattr(trainer, "fast_dev_run", False):
+        return
+    folders = [locate(path) for path in (getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks) if path]
+    if any(is_same(folder, root) or is_within(folder, root) for folder in folders):
+        return
+    with together_in(trainer.strategy, f"looking at {display(root)}"):
+        if trainer.is_global_zero:
+            has_checkpoints(root)
 
 
 def make_link(path: str, link: str) -> None:
