@@ -53,7 +53,7 @@ def changes(layout: Layout, patches: Sequence[Patch]) -> dict[Path, Change]:
             if path in result:
                 raise PatchError(f"patches {result[path].patches[0]!r} and {patch.name!r} both add {path.name!r}")
             result[path] = Change(content, [patch.name])
-        for edit in patch.edits:
+        for edit in layout.edits(patch):
             edits.setdefault(layout.path(edit.spec["file"]), []).append(edit)
     for path, its_edits in edits.items():
         if path in result:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from patches.format import REPOSITORY, Patch, PatchError, rename
+from patches.format import REPOSITORY, Edit, Patch, PatchError, rename
 
 
 class Layout:
@@ -29,6 +29,10 @@ class Layout:
     def path(self, file: str) -> Path:
         """Where this tree has ``file``, which is named as in the ``lightning`` distribution."""
         return self.prefix / self.text(file)
+
+    def edits(self, patch: Patch) -> list[Edit]:
+        """Those edits of ``patch`` whose files are of this tree: ``pytorch-lightning`` has no package ``lightning``."""
+        return [edit for edit in patch.edits if not self.renamed or rename(edit.spec["file"]) != edit.spec["file"]]
 
     def added(self, patch: Patch) -> dict[Path, bytes]:
         """The modules that ``patch`` brings along: where they go, and their content."""

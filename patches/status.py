@@ -36,7 +36,7 @@ def _explain(layout: Layout, patch: Patch, error: PatchError) -> Status:
     gone: list[str] = []
     broken: list[str] = []
     left = 0
-    for edit in (edit for edit in patch.edits if "import" not in edit.spec):
+    for edit in (edit for edit in layout.edits(patch) if "import" not in edit.spec):
         try:
             edit_file(layout.path(edit.spec["file"]), [edit], layout)
             left += 1

@@ -11,6 +11,7 @@ from patches import layout as layout_module
 from patches.engine import apply_patches
 from patches.format import Edit, Landed, Patch, PatchError, load_patches, rename, select
 from patches.layout import Layout
+from patches.status import Status, judge
 
 FILE = "lightning/pytorch/boat.py"
 
@@ -570,6 +571,19 @@ class TestLayout:
             "from pytorch_lightning import old\nfrom pytorch_lightning.z import z\n\n"
             "def f():\n    lightning_fabric.new('pytorch_lightning.x')\n"
         )
+
+    def test_files_of_the_package_lightning_itself_are_passed_over_in_the_other_distribution(self, tmp_path):
+        edits = [make_edit(file=file, find="a()", replace="b()") for file in ("lightning/__init__.py", FILE)]
+        for tree, fabric in ((tmp_path / "lightning", "lightning/fabric"), (tmp_path / "other", "lightning_fabric")):
+            (tree / fabric).mkdir(parents=True)
+            Layout(tree).path(FILE).parent.mkdir(exist_ok=True)
+            Layout(tree).path(FILE).write_text("a()\n")
+        with pytest.raises(PatchError, match=r"lightning/__init__\.py.*does not exist"):
+            apply_patches(tmp_path / "lightning", [make_patch(*edits)])
+        patch = make_patch(*edits)
+        apply_patches(tmp_path / "other", [patch])
+        assert (tmp_path / "other/pytorch_lightning/boat.py").read_text() == "b()\n"
+        assert judge(Layout(tmp_path / "other"), patch) == Status("landed")
 
     def test_checkout_is_not_renamed_although_it_has_the_folders_of_the_other_distribution(self, tmp_path):
         write_tree(tmp_path / "src", "def f():\n    lightning.pytorch.old()\n")

@@ -48,6 +48,19 @@ def only_by_options(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     return bucket
 
 
+@pytest.mark.parametrize(
+    "package", ["lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"]
+)
+def test_it_is_imported_from_where_the_trainer_and_fabric_are(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(package)
+    own = "lightning.fabric" if package.startswith("lightning.") or package == "lightning" else "lightning_fabric"
+    kept = importlib.import_module(f"{own}.storage.options")
+    monkeypatch.setattr(kept, "_options", {})
+    module.set_storage_options("s3", endpoint_url=NOWHERE)
+    assert kept._options["s3"] == {"endpoint_url": NOWHERE}
+    assert "set_storage_options" in module.__all__
+
+
 def test_options_given_once_reach_checkpoints_and_everything_that_uses_fsspec(only_by_options: Bucket) -> None:
     url = only_by_options.url
     save_file({"w": torch.ones(2)}, f"{url}/x.ckpt")
