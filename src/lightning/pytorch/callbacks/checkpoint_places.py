@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.storage import text
 from lightning.fabric.storage.duplicate import duplicate
 from lightning.fabric.storage.engine import engine_of
 from lightning.fabric.storage.first_look import has_checkpoints
@@ -21,6 +20,7 @@ from lightning.fabric.storage.save_queue import unconditionally
 from lightning.fabric.storage.selection import is_there, times_of_complete, why_incomplete, without_more_names
 from lightning.fabric.storage.selection import paths_in as paths_in_folder
 from lightning.fabric.storage.stats import SaveReport, reporting, stage
+from lightning.fabric.storage.transport import questions_named
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks.checkpoint_history import paths_in
 
@@ -70,8 +70,14 @@ def is_in_folder(callback: "ModelCheckpoint", path: str) -> bool:
 def is_saved(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> bool:
     """Whether there is a checkpoint at ``path``, or one that a plugin of the user's has saved for that path."""
     if saves_at_path(trainer.strategy):
-        return text.is_there(path)
+        return _is_something_at(path)
     return path in paths_in(callback) or is_there(path)
+
+
+def _is_something_at(path: str) -> bool:
+    location = locate(path)
+    with questions_named(location):
+        return kind(location) != "nothing"
 
 
 def can_be_linked_to(trainer: "Trainer", path: str) -> bool:
@@ -80,7 +86,7 @@ def can_be_linked_to(trainer: "Trainer", path: str) -> bool:
         return True
     if engine_of(trainer.strategy.checkpoint_io) is not None:
         return loads_from_path(trainer.strategy)  # it may not be there yet
-    return from_rank_zero(lambda: text.is_there(path), f"looking for {display(path)}")
+    return from_rank_zero(lambda: _is_something_at(path), f"looking for {display(path)}")
 
 
 def times_of_last(trainer: "Trainer", candidates: Iterable[str | None]) -> dict[str, float]:
