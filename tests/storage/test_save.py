@@ -181,9 +181,10 @@ def test_a_rename_that_fails_for_another_reason_is_an_error(tmp_path: Path, monk
 
 
 def test_a_bucket_is_no_place_for_a_file(bucket: Bucket) -> None:
-    for url in (bucket.url, f"{bucket.url}/"):
-        with pytest.raises(ValueError, match="is a bucket, and not a place in one"):
-            save_file(STATE, url)
+    with pytest.raises(ValueError, match="is a bucket, and not a place in one"):
+        save_file(STATE, bucket.url)
+    with pytest.raises(IsADirectoryError, match=f"such as {bucket.url}/model.ckpt"):
+        save_file(STATE, f"{bucket.url}/")
 
 
 def test_a_slash_at_the_end_is_no_name_for_a_file(url: str) -> None:
