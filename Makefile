@@ -28,13 +28,13 @@ OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init_
 
 setup: $(FORK_STAMP)
 
-# Two at a time, for much of what they do is to wait; each file's tests in one process, which share its servers.
+# Three at a time on two cores, for much of what they do is to wait.
 test: lint
-	$(BIN)/python -m pytest -m "not exhaustive" --numprocesses 3 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not packaging" --numprocesses 3 --dist worksteal
 
-# What takes minutes besides.
+# And what takes long: builds and installations, whole matrices, thousands of damaged checkpoints.
 test-all: test
-	$(BIN)/python -m pytest -m exhaustive --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest -m "slow or packaging" --numprocesses 3 --dist worksteal
 
 # What `make test` leaves out, for it needs npm. A version of azurite is installed once, into a folder of its own.
 test-azure: setup-azure

@@ -125,7 +125,7 @@ def test_damage_is_told_or_does_not_matter(kind: str, tmp_path: Path) -> None:
     check(kind, tmp_path, range(OF_KIND, OF_KIND + 100))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_much_damage_is_told_or_does_not_matter(kind: str, tmp_path: Path) -> None:
     check(kind, tmp_path, range(OF_KIND))
