@@ -7,7 +7,6 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,6 @@ from lightning.pytorch.tuner import Tuner
 from tests.pytorch.background_runs import HeldIO, Model, Pace, make_trainer, step_of, wait_for
 
 FALLING = [8.0, 7.0, 6.0, 5.0, 4.0, 3.0]
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    yield
-    assert not busy
 
 
 def every_step(dirpath: Path | str, steps: int = 1, **options: Any) -> ModelCheckpoint:

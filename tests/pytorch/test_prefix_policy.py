@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
 from lightning.fabric.loggers import TensorBoardLogger as FabricTensorBoardLogger
+from lightning.fabric.storage.background import drain
 from lightning.fabric.storage.duplicate import duplicate
 from lightning.fabric.storage.location import locate
 from lightning.fabric.storage.namespace import remove
@@ -99,6 +100,7 @@ def test_a_run_is_saved_resumed_and_evaluated(root: str, bucket: Bucket, plugins
     Model.load_from_checkpoint(f"{root}/checkpoints/last.ckpt")
     trainer.save_checkpoint(f"{root}/x.ckpt")
     trainer.strategy.remove_checkpoint(f"{root}/x.ckpt")
+    drain()
     assert bucket.names("run/checkpoints/last") == ["run/checkpoints/last.ckpt"]
 
 

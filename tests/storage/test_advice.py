@@ -76,7 +76,7 @@ def test_a_bucket_of_s3_that_is_missing_is_named(
     options = {"endpoint_url": bucket.server.endpoint, "key": "test", "secret": SECRET}
     with said("There is no bucket 'no-such-bucket': make it", kind=FileNotFoundError):
         do("s3://no-such-bucket/run/x.ckpt", options)
-    with pytest.raises(FileNotFoundError, match=r"none\.ckpt$"):  # which is not for want of a bucket
+    with pytest.raises(FileNotFoundError, match=r"none\.ckpt\. Correct the URL"):  # which is not for want of a bucket
         load(f"{bucket.url}/run/none.ckpt", options)
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning.fabric.storage.describable import is_distributed, is_shard, is_values, tensors_in
 from lightning.fabric.storage.location import Location, display
-from lightning.fabric.storage.meeting import Meeting
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +35,8 @@ def refuse_parts(rest: Mapping[str, Any], location: Location) -> None:
         ValueError: There is one; the message says where. Every rank raises it.
     """
     from torch.distributed.checkpoint import CheckpointException
+
+    from lightning.fabric.storage.meeting import Meeting
 
     meeting = Meeting()
     try:
