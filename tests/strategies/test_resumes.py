@@ -27,9 +27,14 @@ COLUMNS = (
 Told = dict[str, list[str]]
 
 
-def modes_of(name: str, slow: bool) -> list[str]:
-    """How the state is saved: in the background only if that may differ, or with the slow tests."""
+def modes_of(strategy: str, kind: str, name: str, slow: bool) -> list[str]:
+    """How the state is saved: in the background only if that may differ, or with the slow tests.
+
+    With these are all full states of distributed models, too, of which there are other tests.
+    """
     quick = ["sync", "background"] if CASES[name].differs_in_background else ["sync"]
+    if strategy != "ddp" and kind == "full":
+        quick = []
     return [mode for mode in ("sync", "background") if (mode in quick) is not slow]
 
 
@@ -44,7 +49,9 @@ class Results:
     def _of_column(self, strategy: str, kind: str, slow: bool) -> list[Told]:
         folder = self._root / f"{strategy}-{kind}-{slow}"
         folder.mkdir()
-        cases = {name: modes_of(name, slow) for name, case in CASES.items() if strategy not in case.without}
+        cases = {
+            name: modes_of(strategy, kind, name, slow) for name, case in CASES.items() if strategy not in case.without
+        }
         return results_of(self._forks, strategy, kind, cases, folder)
 
 
@@ -78,7 +85,7 @@ def results(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
         for column in COLUMNS
         for name, case in CASES.items()
         if column[0] not in case.without
-        for mode in modes_of(name, slow)
+        for mode in modes_of(*column, name, slow)
     ],
 )
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted_or_the_save_names_what_it_cannot_keep(
