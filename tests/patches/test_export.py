@@ -118,6 +118,7 @@ class TestLightning:
         for file in tests:
             assert (exported / file).read_bytes() == (REPOSITORY / file).read_bytes()
 
+    @pytest.mark.slow
     def test_an_exported_test_passes_in_the_exported_checkout_and_not_before(
         self, checkout: Path, tmp_path: Path
     ) -> None:

@@ -18,6 +18,7 @@ def recorded() -> Callable[[Any], dict[str, list[float]]]:
     return select
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PACKAGES)
 def test_later_epochs_and_validation_runs_have_rows_for_their_iterators(
     name: str, tmp_path: Path, recorded: Callable[[Any], dict[str, list[float]]]
