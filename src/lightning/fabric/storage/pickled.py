@@ -9,7 +9,7 @@ import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
@@ -25,16 +25,28 @@ _NAME = 500
 _DTYPES: dict[str, torch.dtype] = torch.storage._storage_type_to_dtype_map()
 
 
-class Contents(NamedTuple):
+class Contents:
     """What a pickle says of tensors.
 
-    Attributes:
-        names: What the tensors are called whose data are in the records, as far as that can be told.
-        tensor: If the pickle is of a tensor and nothing else, the type of its elements and its shape.
+    Args:
+        loaded: What was made of the pickle, without its code.
     """
 
-    names: dict[str, str]
-    tensor: tuple[torch.dtype, tuple[int, ...]] | None
+    def __init__(self, loaded: Any) -> None:
+        self._loaded = loaded
+
+    def names(self) -> dict[str, str]:
+        """What the tensors are called whose data are in the records, as far as that can be told."""
+        names: dict[str, str] = {}
+        for key, name in _names_of_storages(self._loaded):
+            names.setdefault(f"data/{key}", name)
+        return names
+
+    def tensor(self) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        """If the pickle is of a tensor and nothing else, the type of its elements and its shape."""
+        if isinstance(self._loaded, _Inert) and self._loaded.dtype is not None:
+            return self._loaded.dtype, tuple(self._loaded.parts[2])
+        return None
 
 
 def check_pickle(data: bytes, sizes: Mapping[str, int]) -> Contents:
@@ -51,13 +63,7 @@ def check_pickle(data: bytes, sizes: Mapping[str, int]) -> Contents:
     loaded = unpickler.load()
     if unpickler.rest():
         raise pickle.UnpicklingError("there are bytes after its end")
-    names: dict[str, str] = {}
-    for key, name in _names_of_storages(loaded):
-        names.setdefault(f"data/{key}", name)
-    tensor = None
-    if isinstance(loaded, _Inert) and loaded.dtype is not None:
-        tensor = loaded.dtype, tuple(loaded.parts[2])
-    return Contents(names, tensor)
+    return Contents(loaded)
 
 
 def _names_of_storages(loaded: Any) -> Iterator[tuple[str, str]]:
@@ -149,7 +155,7 @@ class _Inert:
 
 def _dtype_of(storage: _Storage, others: tuple[Any, ...]) -> torch.dtype:
     """The type of a tensor's elements: that of its storage, unless another one is named."""
-    named = [getattr(torch, str(getattr(other, "name", "")), None) for other in others]
+    named = [getattr(torch, one.name, None) for one in others if isinstance(one, type) and issubclass(one, _Inert)]
     return next((dtype for dtype in named if isinstance(dtype, torch.dtype)), storage.dtype)
 
 

@@ -105,7 +105,8 @@ class Zipped:
                 pickled = self._check_record(record, stop)
                 if pickled is not None:
                     sizes = {other.short_name: other.size for other in records}
-                    names, self.tensor = check_pickle(pickled, sizes)
+                    contents = check_pickle(pickled, sizes)
+                    names, self.tensor = contents.names(), contents.tensor()
             except BrokenArchive as error:
                 wrong.append(Wrong(record.start, stop, record.name, f"are damaged: {error}"))
             except Exception as error:  # damaged pickles raise anything
