@@ -411,6 +411,15 @@ def test_all_checkpoints_of_a_folder_in_a_store_are_verified(bucket: Bucket, run
     assert told[-1] == "4 checkpoints: 1 with problems"
 
 
+@pytest.mark.parametrize("end", ["", "/"])
+def test_all_checkpoints_of_a_bucket_are_verified(bucket: Bucket, run: Run, end: str) -> None:
+    save(f"{bucket.url}/x.ckpt")
+    save_file(STATE, f"{bucket.url}/run/y.ckpt")
+    code, lines, _ = run(f"{bucket.url}{end}")
+    assert code == 0
+    assert lines[-1] == "2 checkpoints, all complete"
+
+
 def test_a_checkpoint_that_is_removed_meanwhile_is_no_problem(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

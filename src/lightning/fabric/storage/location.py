@@ -383,7 +383,8 @@ def files_below(fs: AbstractFileSystem, path: str) -> list[str]:
 
 def _find(fs: AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
     inside = path.rstrip("/") + "/"
-    if "prefix" in inspect.signature(getattr(fs, "_find", fs.find)).parameters:
+    in_bucket = "/" in path.strip("/")  # there is nothing around a bucket to look in
+    if in_bucket and "prefix" in inspect.signature(getattr(fs, "_find", fs.find)).parameters:
         # adlfs's find(path) stops at the file. What it is asked for here matches the names beside the folder as well
         prefix = inside.rstrip("/").rpartition("/")[2] + "/"
         found = fs.find(fs._parent(path), prefix=prefix, detail=True)
