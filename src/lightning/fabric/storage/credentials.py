@@ -7,11 +7,14 @@ used.
 """
 
 import functools
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from fsspec import AbstractFileSystem
+
+log = logging.getLogger(__name__)
 
 #: How botocore calls the places that are read anew, and how they are called for the user.
 _FILES_OF_S3 = {"shared-credentials-file": "credentials_file", "config-file": "config_file"}
@@ -81,7 +84,8 @@ async def _read_anew(credentials: Any, get_frozen: Any, provider: Any) -> Any:
 
     try:
         found = await provider.load()
-    except BotoCoreError:  # the file is just being written
+    except BotoCoreError as error:  # the file is just being written
+        log.debug(f"The credentials of S3 could not be read anew ({type(error).__name__}), and stay as they were")
         found = None
     if found is not None:
         new = await found.get_frozen_credentials()
@@ -110,8 +114,8 @@ def _keep_current_on_gcs(credentials: Any) -> None:
             try:
                 credentials.connect(method=credentials.token or "google_default")
                 seen[0] = state
-            except (GoogleAuthError, ValueError, KeyError, OSError):  # the file is just being written
-                pass
+            except (GoogleAuthError, ValueError, KeyError, OSError) as error:  # the file is just being written
+                log.debug(f"{file} could not be read anew ({type(error).__name__}): the credentials stay as they were")
         refresh(*arguments, **options)
 
     credentials.maybe_refresh = read_anew_and_refresh
