@@ -11,6 +11,8 @@ from patches.format import Edit, Landed, NoMatch, PatchError
 from patches.layout import Layout
 
 _LANDED = "the patch is applied here, or it landed upstream (then drop it)"
+#: Packages whose imports stand together, whichever of them a tree has.
+_DISTRIBUTIONS = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
 class Splice(NamedTuple):
@@ -78,7 +80,8 @@ def _place_import(edit: Edit, tree: ast.Module, source: bytes, text: str) -> Spl
     if there.issuperset((alias.name, alias.asname) for alias in new[0].names):
         return None
     package = module.partition(".")[0]
-    family = [node for node in imports if str(node.module).partition(".")[0] == package]
+    siblings = _DISTRIBUTIONS if package in _DISTRIBUTIONS else (package,)
+    family = [node for node in imports if str(node.module).partition(".")[0] in siblings]
     if not family:
         raise PatchError(f"{edit}: the module imports nothing from {package!r} that {text!r} could stand beside")
     later = next((node for node in family if str(node.module) > module), None)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning.fabric.storage.staging import Staged, Staging
+from lightning.fabric.storage.background.staging import Staged, Staging
 
 MIB = 1 << 20
 

@@ -33,10 +33,10 @@ from tables import of_planning
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
-from lightning.fabric.storage import commit
-from lightning.fabric.storage.joint import PackedPlan
-from lightning.fabric.storage.plans import Plans, Shard
-from lightning.fabric.storage.sharded import Report, ShardWriter
+from lightning.fabric.storage.sharded import metadata_file
+from lightning.fabric.storage.sharded.global_plan import PackedPlan
+from lightning.fabric.storage.sharded.save_planner import Plans, Shard
+from lightning.fabric.storage.sharded.writer import Report, ShardWriter
 
 TICK_S = 0.001
 LAYERS = 32
@@ -111,8 +111,8 @@ class Steps:
 class Crowd:
     """A meeting of many ranks, of which only rank zero is there: it speaks for the others.
 
-    It takes the place of :class:`~lightning.fabric.storage.meeting.Meeting`. What every rank says and is answered is
-    pickled and unpickled, as it would be, and what rank zero does with it is measured.
+    It takes the place of :class:`~lightning.fabric.storage.collectives.coordinator.Meeting`. What every
+    rank says and is answered is pickled and unpickled, as it would be, and what rank zero does with it is measured.
 
     Args:
         world: How many ranks.
@@ -195,7 +195,7 @@ def save(world: int, folder: Path) -> tuple[Steps, dict[str, int]]:
     sizes = {**crowd.sizes, "metadata": (folder / "x.ckpt" / ".metadata").stat().st_size}
     content = (folder / "x.ckpt" / ".metadata").read_bytes()
     with first.step("every rank that loads: unpickle the metadata"):
-        commit.parse_metadata(content, folder)
+        metadata_file.parse_metadata(content, folder)
     agreed.agree(lambda: shard.plan, Crowd(world, second, folder / "x.ckpt"))
     first.steps |= {f"again: {name}": step for name, step in second.steps.items()}
     return first, {**sizes, **save_as_torch(world, shard.plan, first)}

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning.fabric.storage.checksums import BLOCK, FileRecords, Record
-from lightning.fabric.storage.sharded import Report
+from lightning.fabric.storage.sharded.checksums import BLOCK, FileRecords, Record
+from lightning.fabric.storage.sharded.writer import Report
 
 HIDDEN, KEYS, INNER, VOCABULARY = 8192, 1024, 43008, 131072
 #: The tensors of a decoder layer by name; with 32 layers, 41 * 10^9 parameters, which are 490 GB with their moments.

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning.fabric.storage import transport
-from lightning.fabric.storage.load import load_file
-from lightning.fabric.storage.location import locate
+from lightning.fabric.storage.archives.load import load_file
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.transport import open as transport
 from tests.servers import Bucket
 
 pytestmark = [

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning.fabric.storage.reads import read_plan
+from lightning.fabric.storage.sharded.read_plan import read_plan
 from tests.storage.shards import Targets, along, make, slices
 
 pytestmark = [

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning.fabric.storage import staging
-from lightning.fabric.storage.staging import Staged, Staging
+from lightning.fabric.storage.background import staging
+from lightning.fabric.storage.background.staging import Staged, Staging
 from tests.storage.states import serialized
 
 pytestmark = [

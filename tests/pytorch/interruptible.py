@@ -24,8 +24,8 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed._composable.fsdp import fully_shard
 
-from lightning.fabric.storage.save_queue import Queue
-from lightning.fabric.storage.sharded import ShardWriter
+from lightning.fabric.storage.background.queue import Queue
+from lightning.fabric.storage.sharded.writer import ShardWriter
 from lightning.fabric.utilities.cloud_io import _is_object_storage
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO

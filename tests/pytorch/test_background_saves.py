@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from lightning.fabric import Fabric
-from lightning.fabric.storage import background
-from lightning.fabric.storage.save_queue import busy, watching
+from lightning.fabric.storage.background import pending
+from lightning.fabric.storage.background.queue import busy, watching
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -104,7 +104,7 @@ def test_a_failed_save_stops_the_run_at_the_next_step_boundary_once(tmp_path: Pa
         trainer.fit(Model(FALLING, act))
     assert steps == [0, 1, 2]
     assert (checkpoint.best_model_path, checkpoint._last_checkpoint_saved) == ("", "")
-    background.drain()
+    pending.drain()
     trainer = make_trainer(AsyncCheckpointIO(io), tmp_path, every_step(tmp_path, steps=2))
     trainer.fit(Model(FALLING))
     assert complete_steps(tmp_path) == {6}
@@ -302,7 +302,7 @@ def test_the_learning_rate_finder_leaves_nothing_behind(tmp_path: Path) -> None:
     model = Tunable(FALLING)
     before = copy.deepcopy(model.state_dict())
     assert Tuner(trainer).lr_find(model, num_training=4) is not None
-    background.drain()
+    pending.drain()
     assert os.listdir(tmp_path) == []
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import save
 
-from lightning.fabric.storage.save import save_file
-from lightning.fabric.storage.selection import largest_version, newest_complete_version, times_of_complete
+from lightning.fabric.storage.archives.save import save_file
+from lightning.fabric.storage.tools.discover import largest_version, newest_complete_version, times_of_complete
 from lightning.pytorch.trainer.states import TrainerFn
 from tests.pytorch.test_training_on_s3 import PACKAGES, make_model
 from tests.servers import Bucket

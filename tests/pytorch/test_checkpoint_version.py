@@ -8,7 +8,7 @@ import torch
 
 from build_backend.distribution import PACKAGE_NAMES
 from build_backend.upstream import read_pin
-from lightning.fabric.storage.save import save_file
+from lightning.fabric.storage.archives.save import save_file
 from tests.pytorch.test_checkpoint_selection import QUIET
 from tests.pytorch.test_training_on_s3 import PACKAGES, make_model
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning.fabric import Fabric
-from lightning.fabric.storage.checkpoints import save_sharded
-from lightning.fabric.storage.first_look import SWITCH
+from lightning.fabric.storage.strategies.checkpoints import save_sharded
+from lightning.fabric.storage.tools.preflight import SWITCH
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO

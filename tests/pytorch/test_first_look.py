@@ -14,7 +14,7 @@ import s3fs
 import torch
 from torch.utils.data import DataLoader
 
-from lightning.fabric.storage import first_look
+from lightning.fabric.storage.tools import preflight
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.servers import Bucket, Refusal
@@ -93,11 +93,11 @@ def test_an_endpoint_that_is_down_stops_the_run_within_seconds(bucket: Bucket, m
     s3fs.S3FileSystem.clear_instance_cache()
     started = time.monotonic()
     stopped(OSError, "Is the server the right one", f"{bucket.url}/run")
-    assert time.monotonic() - started < first_look.LIMIT_S
+    assert time.monotonic() - started < preflight.LIMIT_S
 
 
 def test_an_endpoint_that_never_answers_stops_the_run(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_look, "LIMIT_S", 0.5)
+    monkeypatch.setattr(preflight, "LIMIT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{mute.getsockname()[1]}")
         s3fs.S3FileSystem.clear_instance_cache()
@@ -151,7 +151,7 @@ def test_each_folder_is_looked_at_once_and_before_the_first_step(bucket: Bucket)
 
 
 def test_the_variable_switches_the_look_off(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(first_look.SWITCH, "0")
+    monkeypatch.setenv(preflight.SWITCH, "0")
     model = Model()
     before = len(bucket.server.proxy.requests)
     trainer = Trainer(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning.fabric.storage.location import locate
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.utilities.spike import SpikeDetection, TrainingSpikeException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.storage.checkpoints import save_full
-from lightning.fabric.storage.location import locate
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.strategies.checkpoints import save_full
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO

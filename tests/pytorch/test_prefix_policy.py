@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
 from lightning.fabric.loggers import TensorBoardLogger as FabricTensorBoardLogger
-from lightning.fabric.storage.background import drain
-from lightning.fabric.storage.duplicate import duplicate
-from lightning.fabric.storage.location import locate
-from lightning.fabric.storage.namespace import remove
-from lightning.fabric.storage.verify import verify
+from lightning.fabric.storage.background.pending import drain
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.remove import remove
+from lightning.fabric.storage.tools.copy import duplicate
+from lightning.fabric.storage.tools.verify import verify
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.cli import LightningCLI
@@ -26,7 +26,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
 from tests.servers import Bucket
-from tests.storage.test_commit import load, save
+from tests.storage.sharded.test_metadata_file import load, save
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "devices": 1}
 

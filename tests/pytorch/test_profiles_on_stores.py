@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning.fabric.storage import profiles
+from lightning.pytorch.profilers import profiles
 from tests.pytorch import profiled_runs
 from tests.pytorch.profiled_runs import PACKAGES
 from tests.servers import Bucket

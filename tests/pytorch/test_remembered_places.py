@@ -13,9 +13,9 @@ import torch
 from adlfs import AzureBlobFileSystem
 from fsspec.registry import _registry
 
-from lightning.fabric.storage import remembered
-from lightning.fabric.storage.remembered import why_lost
-from lightning.fabric.storage.save import save_file
+from lightning.fabric.storage.archives.save import save_file
+from lightning.fabric.storage.tools import recorded
+from lightning.fabric.storage.tools.recorded import why_lost
 from lightning.pytorch.utilities.checkpoint_hparams import is_checkpoint_file
 from tests.pytorch.test_checkpoint_selection import lose, make_run, make_shards
 from tests.pytorch.test_training_on_s3 import PACKAGES, make_model
@@ -107,7 +107,7 @@ def test_a_run_whose_folder_was_one_that_cannot_be_asked_about_goes_on(folder: s
 def test_a_host_that_does_not_answer_keeps_a_run_from_training_for_seconds_at_most(
     silent_host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remembered, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(recorded, "PATIENCE_S", 1.0)
     whole = tmp_path / "whole.ckpt"
     save_file({"w": torch.ones(3)}, whole)
     places = [f"webhdfs://{silent_host}/{folder}/{number}.ckpt" for folder in range(5) for number in range(5)]

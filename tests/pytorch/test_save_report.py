@@ -18,8 +18,9 @@ import torch
 import lightning.pytorch as pl
 from lightning.fabric.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.storage import background, stats
-from lightning.fabric.storage.stats import SaveReport, finished, reporting, stage
+from lightning.fabric.storage import save_report
+from lightning.fabric.storage.background import pending
+from lightning.fabric.storage.save_report import SaveReport, finished, reporting, stage
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress import save_progress
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
@@ -110,8 +111,8 @@ def test_the_copy_for_a_link_at_a_url_has_a_row_and_is_no_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("lightning.fabric"), "propagate", True)
-    caplog.set_level(logging.INFO, stats.__name__)
-    monkeypatch.setattr(stats, "_LONG_S", 0.0)
+    caplog.set_level(logging.INFO, save_report.__name__)
+    monkeypatch.setattr(save_report, "_LONG_S", 0.0)
     profiler = SimpleProfiler()
     root = f"memory://{tmp_path}"
     fit(tmp_path, profiler, callbacks=[ModelCheckpoint(root, save_top_k=-1, save_last="link", filename="{epoch}")])
@@ -121,7 +122,7 @@ def test_the_copy_for_a_link_at_a_url_has_a_row_and_is_no_save(
         "checkpoint_commit": "2",
         "checkpoint_link": "2",
     }
-    saved = [record.getMessage() for record in caplog.records if record.name == stats.__name__]
+    saved = [record.getMessage() for record in caplog.records if record.name == save_report.__name__]
     assert [line.partition(": ")[0] for line in saved] == [f"Saved {root}/epoch={epoch}.ckpt" for epoch in range(2)]
 
 
@@ -130,7 +131,7 @@ def test_saves_that_take_but_a_moment_log_no_line(
     plugin: type[CheckpointIO], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("lightning.fabric"), "propagate", True)
-    monkeypatch.setattr(stats, "_LONG_S", 60.0)
+    monkeypatch.setattr(save_report, "_LONG_S", 60.0)
     caplog.set_level(logging.INFO, "lightning.fabric.storage")
     fit(tmp_path, plugins=[plugin()])
     assert len(list(tmp_path.glob("*.ckpt"))) == 2
@@ -240,12 +241,12 @@ def fit_in(stream: TextIO, root: Path, during_saves: Callable[[], object] = lamb
     with pytest.MonkeyPatch.context() as patched:  # here and not in a fixture: pytest sets it anew for each test
         patched.setattr(sys, "stdout", stream)
         patched.setattr(os, "fsync", slow_fsync)
-        patched.setattr(stats, "_LONG_S", 0.0)
-        logging.getLogger(stats.__name__).addHandler(handler)
+        patched.setattr(save_report, "_LONG_S", 0.0)
+        logging.getLogger(save_report.__name__).addHandler(handler)
         try:
             return fit(root, **options)
         finally:
-            logging.getLogger(stats.__name__).removeHandler(handler)
+            logging.getLogger(save_report.__name__).removeHandler(handler)
 
 
 def with_bar(bar: Callable[[], ProgressBar], root: Path) -> dict[str, Any]:
@@ -353,7 +354,7 @@ def test_the_wait_for_saves_at_the_end_of_the_run_has_a_bar_and_a_row(tmp_path: 
     class Saving(pl.Callback):
         def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             trainer.save_checkpoint(tmp_path / "own.ckpt")
-            background.drain()
+            pending.drain()
 
     seen: list[list[str]] = []
     profiler = SimpleProfiler()

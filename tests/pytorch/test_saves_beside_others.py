@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning.fabric import Fabric
-from lightning.fabric.storage.save_queue import busy, watching
+from lightning.fabric.storage.background.queue import busy, watching
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO

@@ -28,7 +28,7 @@ def main(url: str) -> None:
     import lightning.pytorch as L
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import AsyncCheckpointIO, TorchCheckpointIO
-    from lightning.fabric.storage.selection import why_incomplete
+    from lightning.fabric.storage.tools.discover import why_incomplete
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.demos.boring_classes import BoringModel
 

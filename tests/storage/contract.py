@@ -1,6 +1,6 @@
 """What every store promises to a user of Lightning's checkpoints, as one class of tests.
 
-A backend joins by a subclass with a fixture ``store``, see :mod:`tests.storage.test_contract`.
+A backend joins by a subclass with a fixture ``store``, see :mod:`tests.storage.transport.test_contract`.
 """
 
 import io
@@ -18,10 +18,11 @@ import torch
 
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.storage.duplicate import duplicate
-from lightning.fabric.storage.location import locate
-from lightning.fabric.storage.transport import fsspec as fsspec_transport
-from lightning.fabric.storage.transport import multipart, open_writer, sink
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.tools.copy import duplicate
+from lightning.fabric.storage.transport import multipart, sink
+from lightning.fabric.storage.transport.backends import fsspec as fsspec_transport
+from lightning.fabric.storage.transport.open import open_writer
 from lightning.fabric.utilities.load import _lazy_load, _materialize_tensors
 from tests.storage.places import NAME, Store
 from tests.storage.states import Raising, assert_same, checkpoint, serialized, value_of

@@ -24,7 +24,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from lightning.fabric.storage import checkpoints, commit, consolidate, load, selection, verify
+from lightning.fabric.storage.archives import load
+from lightning.fabric.storage.sharded import metadata_file
+from lightning.fabric.storage.strategies import checkpoints
+from lightning.fabric.storage.tools import consolidate, discover, verify
 
 #: What code in a checkpoint makes, in the folder where it runs.
 MARK = "code-has-run"
@@ -64,13 +67,13 @@ def stock(folder: Path, state: dict[str, Any] = STATE, meta: Any = META) -> Any:
 def ours(folder: Path, state: dict[str, Any] = STATE, meta: Any = META) -> Any:
     """Saves as this library does, and returns the metadata."""
     checkpoints.save_sharded(state, meta, folder)
-    return commit.read_metadata(folder)[0]
+    return metadata_file.read_metadata(folder)[0]
 
 
 def write(folder: Path, metadata: Any) -> None:
     """Replaces the metadata, as whoever saved them would: with the right checksum if they are ours."""
     if hasattr(metadata, "lightning"):
-        commit.write_metadata(folder, metadata)
+        metadata_file.write_metadata(folder, metadata)
     else:
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
@@ -231,7 +234,7 @@ def in_record(metadata: Any, **values: int) -> None:
     """Replaces numbers of the first record of the shard."""
     name = next(name for name in metadata.lightning["files"] if name != metadata.lightning["meta"])
     described = metadata.lightning["files"][name]
-    first, *others = commit.records_of(described)
+    first, *others = metadata_file.records_of(described)
     described["records"] = [tuple(record) for record in (first._replace(**values), *others)]
 
 
@@ -422,7 +425,7 @@ ACTS: dict[str, Callable[[Path], Any]] = {
     "verify": verify_all,
     "load": load_all,
     "consolidate": consolidate_all,
-    "look": selection.why_incomplete,
+    "look": discover.why_incomplete,
 }
 
 

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from typing_extensions import override
 
-from lightning.fabric.storage import commit
-from lightning.fabric.storage.checksums import FileRecords, Record
-from lightning.fabric.storage.records import RecordWriter
-from lightning.fabric.storage.transport import open_writer
+from lightning.fabric.storage.sharded import metadata_file
+from lightning.fabric.storage.sharded.checksums import FileRecords, Record
+from lightning.fabric.storage.sharded.record_writer import RecordWriter
+from lightning.fabric.storage.transport.open import open_writer
 
 #: How a tensor is cut: the offsets and sizes of its chunks.
 Cut = Callable[[torch.Size], list[ChunkStorageMetadata]]
@@ -88,7 +88,7 @@ def make(
         for (index, _), record in zip(items, records[name], strict=True):
             metadata.storage_data[index] = _StorageInfo(name, record.offset, record.length)
     if checksums:
-        commit.describe(metadata, None, {name: FileRecords.of(of_file) for name, of_file in records.items()})
+        metadata_file.describe(metadata, None, {name: FileRecords.of(of_file) for name, of_file in records.items()})
     return metadata
 
 

@@ -16,7 +16,7 @@ import torch
 import lightning.pytorch as L
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.storage import node
+from lightning.fabric.storage.archives import node_cache
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -99,14 +99,14 @@ def main(url: str, folder: Path) -> dict[str, Any]:
 
     mixed = fabric.load(folder / "local" if RANK == 0 else f"{url}/mixed")["state_dict"]
     seen["mixed"] = checksum(mixed)
-    open_copy, machine = node._open, node._machine
+    open_copy, machine = node_cache._open, node_cache._machine
     if RANK == 1:
-        node._open = lambda offer, stack: open_copy(offer._replace(place="/proc/self/fd/99999"), stack)
+        node_cache._open = lambda offer, stack: open_copy(offer._replace(place="/proc/self/fd/99999"), stack)
     seen["out of reach"] = checksum(fabric.load(f"{url}/out_of_reach")["state_dict"])
     if RANK == 1:
-        node._open, node._machine = open_copy, lambda: "another machine"
+        node_cache._open, node_cache._machine = open_copy, lambda: "another machine"
     seen["two machines"] = checksum(fabric.load(f"{url}/two_machines")["state_dict"])
-    node._machine = machine
+    node_cache._machine = machine
 
     if RANK == 1:
         seen["alone"] = [

@@ -32,9 +32,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 import pytorch_lightning  # noqa: F401
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import AsyncCheckpointIO
-from lightning.fabric.storage import commit, replacement, stats
-from lightning.fabric.storage.background import drain
-from lightning.fabric.storage.transport import multipart, sink, stores
+from lightning.fabric.storage import save_report
+from lightning.fabric.storage.background.pending import drain
+from lightning.fabric.storage.paths import replace
+from lightning.fabric.storage.sharded import metadata_file
+from lightning.fabric.storage.transport import multipart, sink
+from lightning.fabric.storage.transport.backends import obstore_config
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from tests.strategies import resumes, slowness
 from tests.strategies.forks import Forks, Job, kill, numbered
@@ -81,7 +84,7 @@ class Files:
     def count(self) -> None:
         sys.addaudithook(self._hear)
         os.fsync = self._counted("fsync", os.fsync)
-        replacement.exchange = self._counted("exchange", replacement.exchange)
+        replace.exchange = self._counted("exchange", replace.exchange)
         sink.Sink.write = self._counted("write", sink.Sink.write)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -126,7 +129,7 @@ def run(job: Job, rank: int, listener: socket.socket, ids: Sequence[int]) -> dic
     )
     if "folders" in job:
         os.chdir(job["folders"][rank])
-        commit.LAG_S = job["lag_s"]
+        metadata_file.LAG_S = job["lag_s"]
     if job["task"] == "train":
         return train(job, rank, world)
     if job["task"] == "fit":
@@ -137,7 +140,7 @@ def run(job: Job, rank: int, listener: socket.socket, ids: Sequence[int]) -> dic
     plugins = [AsyncCheckpointIO()] if job.get("async") else []
     fabric = Fabric(accelerator="cpu", devices=world, strategy=_strategy(job, world), plugins=plugins)
     fabric.launch()
-    return {**TASKS[job["task"]](job, fabric, ids), "native": bool(stores._stores)}
+    return {**TASKS[job["task"]](job, fabric, ids), "native": bool(obstore_config._stores)}
 
 
 def train(job: Job, rank: int, world: int) -> dict[str, Any]:
@@ -270,15 +273,15 @@ def save_many(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
 @contextmanager
 def _lines_logged() -> Iterator[list[str]]:
     """Of saves, however short they are."""
-    stats._LONG_S = 0.0
+    save_report._LONG_S = 0.0
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    stats.log.addHandler(handler)
+    save_report.log.addHandler(handler)
     try:
         yield lines
     finally:
-        stats.log.removeHandler(handler)
+        save_report.log.removeHandler(handler)
 
 
 def load(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:

@@ -16,7 +16,9 @@ import torch
 
 import lightning.pytorch as L
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.storage import channel, load, transport
+from lightning.fabric.storage.archives import load
+from lightning.fabric.storage.collectives import channel
+from lightning.fabric.storage.transport import open as transport
 from lightning.fabric.storage.transport import sink
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger

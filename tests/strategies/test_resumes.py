@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lightning.pytorch as pl
-from lightning.fabric.storage.describable import describable
+from lightning.fabric.storage.sharded.describable import describable
 from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.loops import loader_states
 from tests.servers import Bucket

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning.fabric.storage import checkpoints
+from lightning.fabric.storage.strategies import checkpoints
 from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy, model_parallel
 from lightning.pytorch.strategies import FSDPStrategy as TrainerFSDP
 from lightning.pytorch.strategies import ModelParallelStrategy as TrainerModelParallel

@@ -7,9 +7,9 @@ from typing import Any
 from fsspec import available_protocols, get_filesystem_class
 from fsspec.config import conf
 
-from lightning.fabric.storage.advice import about_package
-from lightning.fabric.storage.client_options import check_options
-from lightning.fabric.storage.location import _LOCAL_PROTOCOLS
+from lightning.fabric.storage.paths.client_options import check_options
+from lightning.fabric.storage.paths.hints import about_package
+from lightning.fabric.storage.paths.location import LOCAL_PROTOCOLS
 
 #: What has been set, by protocol.
 _options: dict[str, dict[str, Any]] = {}
@@ -34,7 +34,7 @@ def set_storage_options(protocol: str, **options: Any) -> None:
         ImportError: The client of the store is not installed.
     """
     name = protocol.removesuffix("://")
-    if name in _LOCAL_PROTOCOLS:
+    if name in LOCAL_PROTOCOLS:
         raise ValueError("Local paths have no storage options")
     if name not in available_protocols():
         if name.partition("://")[0] in available_protocols():

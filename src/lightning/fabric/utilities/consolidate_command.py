@@ -4,8 +4,9 @@ import logging
 import sys
 from argparse import ArgumentParser, Namespace
 
-from lightning.fabric.storage.checkpoints import find_checkpoint
-from lightning.fabric.storage.location import Location, beside, display, display_about, kind, locate
+from lightning.fabric.storage.paths.filesystem import kind
+from lightning.fabric.storage.paths.location import Location, beside, display, display_about, locate
+from lightning.fabric.storage.strategies.checkpoints import find_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def run(config: Namespace) -> None:
         config: From :func:`checked_arguments`.
     """
     # not at the top, which every fabric command imports: there are builds of torch without torch.distributed
-    from lightning.fabric.storage.consolidate import consolidate
+    from lightning.fabric.storage.tools.consolidate import consolidate
 
     try:
         consolidate(config.checkpoint_folder, config.output_file)

@@ -5,7 +5,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lightning.fabric.storage.location import Location, display, display_about, locate
+from lightning.fabric.storage.paths.location import Location, display, display_about, locate
 
 if TYPE_CHECKING:
     import click
@@ -22,8 +22,8 @@ _PATH = "A local path or a URL of any protocol that fsspec knows"
 def run(path: str) -> int:
     """Prints a line for each problem of a checkpoint, and one that sums up. Returns the exit code."""
     # not at the top, which every fabric command imports: there are builds of torch without torch.distributed
-    from lightning.fabric.storage.selection import checkpoints_below
-    from lightning.fabric.storage.verify import NoCheckpoint, verify
+    from lightning.fabric.storage.tools.discover import checkpoints_below
+    from lightning.fabric.storage.tools.verify import NoCheckpoint, verify
 
     try:
         location = locate(path)
@@ -48,7 +48,7 @@ def run(path: str) -> int:
 
 def _run_each(found: Sequence[Location]) -> int:
     """The same of many, with the one that sums up for each of them."""
-    from lightning.fabric.storage.verify import NoCheckpoint, verify_one_of_many
+    from lightning.fabric.storage.tools.verify import NoCheckpoint, verify_one_of_many
 
     checked = wrong = unknown = 0
     for location in found:

@@ -14,11 +14,11 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 from weakref import proxy
 
-from lightning.fabric.storage import background
-from lightning.fabric.storage.engine import engine_of, saves_here, states_of
-from lightning.fabric.storage.location import display, locate
-from lightning.fabric.storage.ranks import together_in
-from lightning.fabric.storage.save_queue import unconditionally, watching, without_skipping
+from lightning.fabric.storage.background import pending
+from lightning.fabric.storage.background.queue import unconditionally, watching, without_skipping
+from lightning.fabric.storage.background.saver import engine_of, saves_here, states_of
+from lightning.fabric.storage.collectives.errors import together_in
+from lightning.fabric.storage.paths.location import display, locate
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.pytorch.callbacks.checkpoint_history import (
     History,
@@ -66,7 +66,7 @@ _SIGTERM, _NEWS = 1, 2
 
 def news(trainer: "Trainer") -> int:
     """What a rank has to tell the others before a step, beside whether it has received SIGTERM."""
-    return _NEWS if _saves_in_background(trainer) and background.news() is not None else 0
+    return _NEWS if _saves_in_background(trainer) and pending.news() is not None else 0
 
 
 def hear(trainer: "Trainer", told: int) -> bool:
@@ -90,8 +90,8 @@ def _are_steps_together(trainer: "Trainer") -> bool:
 
 
 def _settle_together(trainer: "Trainer") -> None:
-    told = trainer.strategy.broadcast(background.news())
-    _settle_and_agree(trainer, lambda: None if told is None else background.settle_up_to(told))
+    told = trainer.strategy.broadcast(pending.news())
+    _settle_and_agree(trainer, lambda: None if told is None else pending.settle_up_to(told))
 
 
 def _settle_and_agree(trainer: "Trainer", settle: Callable[[], None]) -> None:
@@ -114,10 +114,10 @@ def step_ended(trainer: "Trainer") -> None:
     """To be called between two steps of training.
 
     Raises:
-        OSError: As for :func:`~lightning.fabric.storage.background.settle`.
+        OSError: As for :func:`~lightning.fabric.storage.background.pending.settle`.
     """
     if not _are_steps_together(trainer):
-        background.settle()
+        pending.settle()
     engine = engine_of(trainer.strategy.checkpoint_io)
     if engine is not None and not engine.is_warm and trainer.global_step > 0 and saves_here(trainer.strategy):
         module = trainer.lightning_module
@@ -293,7 +293,7 @@ def file_exists(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> b
     Rank zero looks.
     """
     with together_in(trainer.strategy, f"looking for {display(path)}"):
-        exists = trainer.is_global_zero and background.will_exist(path)
+        exists = trainer.is_global_zero and pending.will_exist(path)
         if exists is None:
             exists = is_saved(callback, trainer, path)
     return trainer.strategy.reduce_boolean_decision(exists, all=False)
@@ -307,7 +307,7 @@ def drain(trainer: "Trainer") -> None:
     """
     if not _saves_in_background(trainer):
         return
-    _settle_and_agree(trainer, background.drain)
+    _settle_and_agree(trainer, pending.drain)
 
 
 def finalize(trainer: "Trainer") -> None:
@@ -320,7 +320,7 @@ def finalize(trainer: "Trainer") -> None:
 def drain_and_log() -> None:
     """Waits as :func:`drain` does, where something else has to be done whatever happens: what failed is logged."""
     try:
-        background.drain()
+        pending.drain()
     except Exception as error:
         log.error(f"A checkpoint was not saved: {type(error).__name__}: {display(str(error))}")
 
@@ -333,7 +333,7 @@ def drain_on_exception(trainer: "Trainer", exception: BaseException) -> None:
         exception: What ends it. What failed is logged, and added to it.
     """
     with behind(exception):
-        background.drain()
+        pending.drain()
     for callback in _with_history(trainer):
         history = _history(callback)
         # a rank that only waited for others cannot know, and what has been given up is not there
@@ -342,7 +342,7 @@ def drain_on_exception(trainer: "Trainer", exception: BaseException) -> None:
             _apply(callback, trainer, outcomes)
         history.before = None
     with behind(exception):
-        background.drain()  # of what has been removed since
+        pending.drain()  # of what has been removed since
 
 
 def _with_history(trainer: "Trainer") -> "list[ModelCheckpoint]":

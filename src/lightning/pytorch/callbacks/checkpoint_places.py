@@ -10,17 +10,18 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.storage.duplicate import duplicate
-from lightning.fabric.storage.engine import engine_of
-from lightning.fabric.storage.first_look import has_checkpoints
-from lightning.fabric.storage.location import display, is_same, is_within, kind, locate, shares_names, text_of_folder
+from lightning.fabric.storage.background.queue import unconditionally
+from lightning.fabric.storage.background.saver import engine_of
+from lightning.fabric.storage.collectives.errors import from_rank_zero, together_in
 from lightning.fabric.storage.own_plugins import loads_from_path, saves_at_path
-from lightning.fabric.storage.ranks import from_rank_zero, together_in
-from lightning.fabric.storage.save_queue import unconditionally
-from lightning.fabric.storage.selection import is_there, times_of_complete, why_incomplete, without_more_names
-from lightning.fabric.storage.selection import paths_in as paths_in_folder
-from lightning.fabric.storage.stats import SaveReport, reporting, stage
-from lightning.fabric.storage.transport import questions_named
+from lightning.fabric.storage.paths.filesystem import is_same, is_within, kind, shares_names
+from lightning.fabric.storage.paths.location import display, locate, text_of_folder
+from lightning.fabric.storage.save_report import SaveReport, reporting, stage
+from lightning.fabric.storage.tools.copy import duplicate
+from lightning.fabric.storage.tools.discover import is_there, times_of_complete, why_incomplete, without_more_names
+from lightning.fabric.storage.tools.discover import paths_in as paths_in_folder
+from lightning.fabric.storage.tools.preflight import has_checkpoints
+from lightning.fabric.storage.transport.errors import questions_named
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks.checkpoint_history import paths_in
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from lightning.fabric.storage.location import display
+from lightning.fabric.storage.paths.location import display
 
 log = logging.getLogger(__name__)
 

@@ -3,10 +3,10 @@
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from lightning.fabric.storage.location import display, display_about
+from lightning.fabric.storage.collectives.errors import together_in
 from lightning.fabric.storage.own_plugins import saves_at_path
-from lightning.fabric.storage.ranks import together_in
-from lightning.fabric.storage.remembered import why_lost
+from lightning.fabric.storage.paths.location import display, display_about
+from lightning.fabric.storage.tools.recorded import why_lost
 from lightning.pytorch.callbacks.checkpoint_places import is_in_folder
 from lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning.fabric.storage.channel import training_channel
+from lightning.fabric.storage.collectives.channel import training_channel
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 

@@ -7,7 +7,7 @@ _BACKGROUND = " (background)"
 
 
 def row_of(stage: str, background: bool = False) -> str:
-    """What the action is called, for a stage of :class:`~lightning.fabric.storage.stats.SaveReport`."""
+    """What the action is called, for a stage of :class:`~lightning.fabric.storage.save_report.SaveReport`."""
     return f"checkpoint_{stage}{_BACKGROUND if background else ''}"
 
 

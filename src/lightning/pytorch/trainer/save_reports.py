@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from lightning.fabric.storage import stats
-from lightning.fabric.storage.stats import SaveReport
+from lightning.fabric.storage import save_report
+from lightning.fabric.storage.save_report import SaveReport
 from lightning.pytorch.callbacks.progress.save_progress import SaveProgress, making_way
 from lightning.pytorch.profilers.checkpoint_rows import row_of
 from lightning.pytorch.profilers.profiler import Profiler
@@ -38,7 +38,7 @@ class _Saves:
         #: The stages that go on, outermost first, each with the profiler that has a row for it.
         self._stages: list[tuple[str, Profiler | None]] = []
         self._progress = SaveProgress()
-        self.stop = stats.listen(self)
+        self.stop = save_report.listen(self)
 
     def is_of(self, trainer: "Trainer") -> bool:
         return self._trainer() is trainer and self._thread == threading.get_ident()

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from lightning.fabric.storage.load import load_file, load_without_tensors
-from lightning.fabric.storage.location import display, is_file, locate
+from lightning.fabric.storage.archives.load import load_file, load_without_tensors
+from lightning.fabric.storage.paths.filesystem import is_file
+from lightning.fabric.storage.paths.location import display, locate
 
 log = logging.getLogger(__name__)
 

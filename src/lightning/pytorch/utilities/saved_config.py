@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.storage.location import locate
-from lightning.fabric.storage.logs import make_folder
-from lightning.fabric.storage.text import open_text
+from lightning.fabric.loggers.logs import make_folder
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.transport.text import open_text
 
 
 def write_config(parser: Any, config: Any, path: str, overwrite: bool, multifile: bool) -> None:

@@ -9,10 +9,10 @@ from typing_extensions import override
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.storage import background
-from lightning.fabric.storage.engine import Engine, WhenBusy
-from lightning.fabric.storage.location import locate
-from lightning.fabric.storage.save_queue import OnError
+from lightning.fabric.storage.background import pending
+from lightning.fabric.storage.background.queue import OnError
+from lightning.fabric.storage.background.saver import Engine, WhenBusy
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.types import _PATH
 
@@ -92,7 +92,7 @@ class AsyncCheckpointIO(CheckpointIO):
             Exception: ``checkpoint`` cannot be pickled; whatever the pickler says of it.
         """
         if not _distributed_is_initialized() or torch.distributed.get_world_size() == 1:
-            background.settle()  # else this rank would fail alone, and the others wait for it
+            pending.settle()  # else this rank would fail alone, and the others wait for it
         io, path = self.checkpoint_io, _fixed(path)
         self.engine.save(
             checkpoint, locate(path), lambda copy: io.save_checkpoint(copy, path, storage_options=storage_options)
@@ -106,7 +106,7 @@ class AsyncCheckpointIO(CheckpointIO):
             args: For the plugin that loads.
             kwargs: Likewise.
         """
-        background.drain()
+        pending.drain()
         return self.checkpoint_io.load_checkpoint(*args, **kwargs)
 
     @override
@@ -121,13 +121,13 @@ class AsyncCheckpointIO(CheckpointIO):
         Raises:
             OSError: A save or removal has failed; or whatever else the reason was.
         """
-        background.drain()
+        pending.drain()
 
     @override
     def teardown(self) -> None:
         """Waits as :meth:`drain` does, and ends the plugin that saves."""
         try:
-            background.drain()
+            pending.drain()
         finally:
             self.checkpoint_io.teardown()
 

@@ -7,11 +7,11 @@ from typing import Any
 from typing_extensions import override
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning.fabric.storage import location
-from lightning.fabric.storage.load import load_file
-from lightning.fabric.storage.namespace import remove
-from lightning.fabric.storage.save import save_file
-from lightning.fabric.storage.transport import questions_named
+from lightning.fabric.storage.archives.load import load_file
+from lightning.fabric.storage.archives.save import save_file
+from lightning.fabric.storage.paths import location
+from lightning.fabric.storage.paths.remove import remove
+from lightning.fabric.storage.transport.errors import questions_named
 from lightning.fabric.utilities.types import _PATH
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsspec.asyn import AsyncFileSystem
 
-from lightning.fabric.storage import progress
+from lightning.fabric.storage.transport import progress
 from lightning.fabric.storage.transport.threads import wait_until_done
 
 #: How long to wait until a cancelled call has let go of its connection.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fsspec import AbstractFileSystem
 
-from lightning.fabric.storage.location import display
+from lightning.fabric.storage.paths.location import display
 from lightning.fabric.storage.transport.refusals import lacks_permission
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, fs: AbstractFileSystem, lean: bool, files: int) -> "Parts":
-        """See :func:`lightning.fabric.storage.transport.open_writer`; what the options of ``fs`` say goes first."""
+        """See :func:`~lightning.fabric.storage.transport.open.open_writer`; the options of ``fs`` go first."""
         options = [_OPTIONS_OF_SIZE[client] for client in clients_of(fs) if client in _OPTIONS_OF_SIZE]
         wanted = next((fs.storage_options[option] for option in options if fs.storage_options.get(option)), None)
         smallest = SMALLEST_LEAN_PART if lean else SMALLEST_PART

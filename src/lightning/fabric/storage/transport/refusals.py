@@ -2,8 +2,8 @@
 
 import re
 
-from lightning.fabric.storage.advice import about_credentials, about_permission
-from lightning.fabric.storage.location import filesystem
+from lightning.fabric.storage.paths.filesystem import filesystem
+from lightning.fabric.storage.paths.hints import about_credentials, about_permission
 from lightning.fabric.storage.transport.retry import chain, have_expired, status_of
 
 _LACK_OF_CREDENTIALS = (

@@ -8,8 +8,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
-from lightning.fabric.storage.location import display
-from lightning.fabric.storage.stats import count_retry
+from lightning.fabric.storage.paths.location import display
+from lightning.fabric.storage.save_report import count_retry
 
 log = logging.getLogger(__name__)
 

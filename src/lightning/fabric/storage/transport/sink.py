@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from lightning.fabric.storage import progress
+from lightning.fabric.storage.transport import progress
 
 #: No single write is larger: HDFS refuses one above 2 GB, and its client dies of one above 1 GB.
 _LARGEST_WRITE = 16 * 2**20

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning.fabric.storage import stats
-from lightning.fabric.storage.location import display
-from lightning.fabric.storage.stats import SaveReport
+from lightning.fabric.storage import save_report
+from lightning.fabric.storage.paths.location import display
+from lightning.fabric.storage.save_report import SaveReport
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm, TQDMProgressBar
 
@@ -74,7 +74,7 @@ class SaveProgress:
 
 def _moving(report: SaveReport) -> SaveReport:
     """A save of which bytes are on their way, or that of ``report`` if there is none."""
-    return next((moving for moving in stats.in_flight() if moving.progress()[1]), report)
+    return next((moving for moving in save_report.in_flight() if moving.progress()[1]), report)
 
 
 def _bar_of(trainer: "Trainer") -> _Bar | None:

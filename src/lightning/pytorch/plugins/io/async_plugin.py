@@ -2,8 +2,8 @@
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.async_io import AsyncCheckpointIO as _AsyncCheckpointIO
-from lightning.fabric.storage.engine import WhenBusy
-from lightning.fabric.storage.save_queue import OnError
+from lightning.fabric.storage.background.queue import OnError
+from lightning.fabric.storage.background.saver import WhenBusy
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 

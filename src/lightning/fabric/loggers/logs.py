@@ -1,0 +1,134 @@
+"""Where loggers and profilers write: what they need of a folder, be it a local path or a URL."""
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import IO
+
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning.fabric.loggers.mirror import Mirror
+from lightning.fabric.storage.paths.filesystem import filesystem, has_folders, kind, list_names
+from lightning.fabric.storage.paths.location import Location, display, join, locate
+from lightning.fabric.storage.transport.errors import questions_named
+
+log = logging.getLogger(__name__)
+
+_Path = str | os.PathLike[str]
+
+
+def path_or_url(path: _Path) -> _Path:
+    """What a logger or profiler was given, or the URL that a ``Path`` was made from, or the path of a ``file:`` URL."""
+    location = locate(path)
+    is_url = os.fspath(path).startswith(("file:", "local:"))
+    return path if isinstance(location, Path) and not is_url else str(location)
+
+
+def mirror_for(folder: str) -> Mirror | None:
+    """A mirror if ``folder`` is a URL, and None if it is a local path, which logs are written to without one."""
+    location = locate(folder)
+    return None if isinstance(location, Path) else Mirror(location)
+
+
+def local_folder_for(client: str, folder: _Path | None) -> _Path | None:
+    """``folder`` for the package ``client``, which writes to local folders only; a temporary one if it is a URL."""
+    location = folder and locate(folder)
+    if not isinstance(location, str) or not location:
+        return folder
+    made = tempfile.mkdtemp(prefix=f"{client}-")
+    log.info(f"{client} writes to local folders only: its own files go to {made}, and not to {display(location)}")
+    return made
+
+
+def refuse_url(folder: _Path | None, instead: str) -> None:
+    """Refuses a folder that is no local one.
+
+    Raises:
+        ValueError: It is a URL. The message says what to do instead.
+    """
+    location = folder and locate(folder)
+    if isinstance(location, str) and location:
+        raise ValueError(f"{display(location)} is not a local folder: {instead}")
+
+
+def make_folder(folder: str) -> None:
+    """Makes a folder where files need one. An object store is not asked: its client would make a bucket."""
+    location = locate(folder)
+    if isinstance(location, Path):
+        LocalFileSystem().makedirs(folder, exist_ok=True)
+        return
+    fs, path = filesystem(location)
+    if has_folders(fs):
+        fs.makedirs(path, exist_ok=True)
+
+
+def has_entries(folder: str) -> bool:
+    """Whether there is anything in a folder.
+
+    Raises:
+        OSError: The store did not answer.
+    """
+    return bool(_names_in(locate(folder)))
+
+
+def next_version(folder: str) -> int:
+    """The number after that of the last folder ``version_N``, whatever this process remembers of the store.
+
+    Raises:
+        OSError: The store did not answer.
+    """
+    location = locate(folder)
+    numbers = {name: name.split("_")[1] for name in _names_in(location) if name.startswith("version_")}
+    for name in sorted((name for name in numbers if numbers[name].isdecimal()), key=lambda name: -int(numbers[name])):
+        if kind(join(location, name)) == "directory":
+            return int(numbers[name]) + 1
+    return 0
+
+
+def _names_in(location: Location) -> list[str]:
+    try:
+        with questions_named(location):
+            return list_names(location)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+class LogFiles:
+    """The files of a folder that a logger adds to: the local ones themselves, or those of a mirror.
+
+    Args:
+        folder: A local path or a URL.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._mirror = mirror_for(folder)
+        self._fs = LocalFileSystem()
+
+    def isfile(self, path: str) -> bool:
+        """Whether the logger has written a file. ``path`` begins with the folder."""
+        return bool(self._fs.isfile(self._here(path)))
+
+    @contextmanager
+    def open(self, path: str, mode: str, newline: str | None = None) -> Iterator[IO[str]]:
+        """A text file, which has no copy of a moment before its end."""
+        with self._changing(), self._fs.open(self._here(path), mode, newline=newline) as file:
+            yield file
+
+    def flush(self) -> None:
+        """See :meth:`Mirror.flush`."""
+        if self._mirror is not None:
+            self._mirror.flush()
+
+    def drain(self) -> None:
+        """See :meth:`Mirror.drain`."""
+        if self._mirror is not None:
+            self._mirror.drain()
+
+    def _here(self, path: str) -> str:
+        return path if self._mirror is None else str(self._mirror.folder / os.path.basename(path))
+
+    def _changing(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._mirror is None else self._mirror.changing

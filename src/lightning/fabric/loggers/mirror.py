@@ -1,0 +1,298 @@
+"""Logs that grow on this machine while a store has copies of them, which follow at a bounded rate.
+
+An object cannot be appended to: each copy is an upload of its own, of the whole. So files of events go in segments,
+which TensorBoard reads one after the other, and any other file goes less often the larger it is.
+"""
+
+import atexit
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, Any
+
+from lightning.fabric.storage.paths.filesystem import is_file
+from lightning.fabric.storage.paths.location import Location, display, join
+from lightning.fabric.storage.transport.open import open_writer
+
+log = logging.getLogger(__name__)
+
+#: How long what is new may wait, in seconds.
+INTERVAL_S = 30.0
+#: For a file, at most that many times its size is uploaded ...
+_TIMES = 8
+#: ... and this many bytes for each second, so that one that grows slowly does not lag far behind.
+_SPARE_BYTES_PER_S = 4 * 2**10
+#: Sizes between which a segment ends when it has been sent so often, and at which it ends in any case.
+_SMALLEST_SEGMENT = 64 * 2**10
+_LARGEST_SEGMENT = 8 * 2**20
+#: Bytes around the content of a record of events: its length, the checksum of that, and the checksum of the content.
+_LENGTH, _AROUND = 8, 16
+
+#: Those that are to be ended before the interpreter is.
+_running: "set[_Copies]" = set()
+
+
+class Mirror:
+    """A folder of this machine, of whose files a store has copies.
+
+    What is pickled is a mirror of the same place that begins with the files of this one, except for events.
+
+    Args:
+        location: The URL of the folder's copy.
+        contents: Files that are there already, by name.
+
+    Attributes:
+        folder: The folder to write to. It is removed when the mirror is no longer used and all is copied.
+    """
+
+    def __init__(self, location: Location, contents: dict[str, bytes] | None = None) -> None:
+        self._copies = _Copies(location)
+        self.folder = self._copies.folder
+        #: Held by who changes a file that must not be copied halfway.
+        self.changing = self._copies.changing
+        for name, content in (contents or {}).items():
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).write_bytes(content)
+        weakref.finalize(self, self._copies.end).atexit = False
+
+    def flush(self) -> None:
+        """Has copied what is new in half a minute; a file above 120 KiB that holds no events, at 4 KiB a second.
+
+        Raises:
+            OSError: It is the first time, when all is copied before this returns, and that failed. Later on, a failure
+                is a warning in the log, and copying is tried again.
+        """
+        self._copies.follow()
+        self._copies.begin()
+
+    def drain(self) -> None:
+        """Copies all that is new before it returns. A failure is a warning in the log, unless it is the first.
+
+        Until the next flush no thread looks for what is new.
+
+        Raises:
+            OSError: As for :meth:`flush`.
+        """
+        self._copies.rest()
+
+    def lacks(self, name: str) -> bool:
+        """Whether the copy has no such file. It is asked once: the caller is expected to write one then.
+
+        Raises:
+            OSError: The store did not answer.
+        """
+        if name in self._copies.known:
+            return False
+        missing = not is_file(join(self._copies.location, name))
+        self._copies.known.add(name)
+        return missing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._copies.send_or_tell()  # else it would be sent later, over what the other one has sent
+        contents = {name: path.read_bytes() for name, path in self._copies.found() if not _holds_events(name)}
+        return Mirror, (self._copies.location, contents)
+
+
+class _Copies:
+    """What a mirror shares with its thread, which goes on without it to the end."""
+
+    def __init__(self, location: Location) -> None:
+        self.location = location
+        self.folder = Path(tempfile.mkdtemp(prefix="lightning-logs-"))
+        self.changing = threading.RLock()
+        self.known: set[str] = set()
+        self._files: dict[str, _Events | _Whole] = {}
+        self._process = os.getpid()
+        self._has_begun = False
+        self._sending = threading.RLock()  # a signal may come before its handler can tell
+        self._sender: int | None = None
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()  # of that thread
+        self._told = False
+        #: Of the files, when all was copied and the thread was let go.
+        self._copied: dict[str, tuple[int, int]] = {}
+
+    def found(self) -> Iterator[tuple[str, Path]]:
+        """The files, in the order in which TensorBoard reads them."""
+        for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
+            yield path.relative_to(self.folder).as_posix(), path
+
+    def begin(self) -> bool:
+        """Copies everything, unless that was done before."""
+        if self._has_begun and self._process == os.getpid():
+            return False
+        self._has_begun, self._process = True, os.getpid()
+        _running.add(self)
+        self._send(everything=True)
+        return True
+
+    def follow(self) -> None:
+        """Starts the thread, unless it is there."""
+        if self._thread is None or self._process != os.getpid():  # threads do not survive a fork
+            self._stop = threading.Event()
+            self._thread = threading.Thread(target=self._follow, args=(self._stop,), name="lightning-logs", daemon=True)
+            self._thread.start()
+
+    def rest(self) -> None:
+        """Copies everything, and lets the thread end; not if that failed, for the thread tries again."""
+        found = self._states()
+        if self.begin() or self.send_or_tell():
+            self._copied = found
+            self._thread = None
+            self._stop.set()  # and no more: in the handler of a signal it could wait for this thread
+        else:
+            self.follow()
+
+    def _follow(self, stop: threading.Event) -> None:
+        while not stop.wait(INTERVAL_S):
+            self.send_or_tell(everything=False)
+        if self._thread is threading.current_thread():
+            self._finish()
+
+    def _finish(self) -> None:
+        if self.send_or_tell():
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            log.warning(f"What could not be copied stays in {self.folder}")
+        _running.discard(self)
+
+    def end(self) -> None:
+        """Lets the thread come to its end: this may be called by the collector, amidst anything."""
+        if self._process != os.getpid():
+            return  # a fork's copy
+        if self._thread is not None:
+            self._stop.set()
+        elif not self._has_begun or self._states() == self._copied:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            _running.discard(self)
+        # else it is finished when the interpreter ends
+
+    def join(self) -> None:
+        """Waits for the end, after :meth:`end`."""
+        if self._process == os.getpid():
+            if self._thread is not None:
+                self._thread.join()
+            else:
+                self._finish()
+
+    def _states(self) -> dict[str, tuple[int, int]]:
+        return {name: (found.st_mtime_ns, found.st_size) for name, path in self.found() for found in [path.stat()]}
+
+    def send_or_tell(self, everything: bool = True) -> bool:
+        """Whether it succeeded. Of failures in a row, the first one is told."""
+        try:
+            self._send(everything)
+        except Exception as error:
+            if everything or not self._told:
+                again = "" if everything else f" It is tried again every {INTERVAL_S:.0f} s."
+                log.warning(f"Logs are not up to date in {display(self.location)}. {display(str(error))}{again}")
+            self._told = True
+            return False
+        self._told = False
+        return True
+
+    def _send(self, everything: bool) -> None:
+        if self._sender == threading.get_ident():
+            return  # in a handler of a signal that came amidst this
+        with self._sending:
+            self._sender = threading.get_ident()
+            try:
+                self._send_files(everything)
+            finally:
+                self._sender = None
+
+    def _send_files(self, everything: bool) -> None:
+        for name, path in self.found():
+            if name not in self._files:
+                self._files[name] = _Events(path) if _holds_events(name) else _Whole(path, self.changing)
+            for suffix, content in self._files[name].uploads(everything):
+                with open_writer(join(self.location, name + suffix)) as file:
+                    file.write(content)
+
+
+def _holds_events(name: str) -> bool:
+    return "tfevents" in name.rpartition("/")[2]
+
+
+class _Whole:
+    """A file that goes as a whole."""
+
+    def __init__(self, path: Path, changing: AbstractContextManager[object]) -> None:
+        self._path = path
+        self._changing = changing
+        self._since = time.monotonic()
+        self._sent = 0
+        self._state: tuple[int, int] | None = None
+
+    def uploads(self, everything: bool) -> Iterator[tuple[str, bytes]]:
+        """What is to be sent now, with what its name has at the end. Who asks for the next one has sent it."""
+        with self._changing:
+            found = self._path.stat()
+            state = (found.st_mtime_ns, found.st_size)
+            allowed = (_TIMES - 1) * found.st_size + _SPARE_BYTES_PER_S * (time.monotonic() - self._since)
+            if state == self._state or (self._sent > allowed and not everything):
+                return
+            content = self._path.read_bytes()
+        yield "", content
+        self._sent += len(content)
+        self._state = state
+
+
+class _Events:
+    """A file of events, which only grows. Each segment begins with the record that tells the version of the format."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._head = b""
+        self._number = 0
+        self._start = self._end = 0  # of the part of the file that the current segment has
+        self._sent = 0
+
+    def uploads(self, everything: bool) -> Iterator[tuple[str, bytes]]:
+        """As for :class:`_Whole`; but all that is new goes at once."""
+        with open(self._path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            while (end := self._next_end(file, size)) > self._end:
+                file.seek(self._start)
+                content = file.read(end - self._start)
+                yield (f".{self._number:06}", self._head + content) if self._number else ("", content)
+                self._head = self._head or content[: _end_of_record(file, 0)]
+                self._end = end
+                self._sent += len(content)
+                if len(content) >= _LARGEST_SEGMENT or (
+                    len(content) >= _SMALLEST_SEGMENT and self._sent >= _TIMES * len(content)
+                ):
+                    self._number, self._start, self._sent = self._number + 1, end, 0
+
+    def _next_end(self, file: IO[bytes], size: int) -> int:
+        """Where the last whole record ends, or one before that if the segment is large enough by then."""
+        end = self._end
+        while end + _LENGTH <= size and end - self._start < _LARGEST_SEGMENT:
+            following = _end_of_record(file, end)
+            if following > size:  # it is being written
+                break
+            end = following
+        return end
+
+
+def _end_of_record(file: IO[bytes], start: int) -> int:
+    file.seek(start)
+    return start + int.from_bytes(file.read(_LENGTH), "little") + _AROUND
+
+
+def _end_all() -> None:
+    for copies in tuple(_running):
+        copies.end()
+    for copies in tuple(_running):
+        copies.join()
+
+
+# before the thread pools end, which clients of stores need
+getattr(threading, "_register_atexit", atexit.register)(_end_all)

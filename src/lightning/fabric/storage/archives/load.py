@@ -1,0 +1,350 @@
+"""Loads one file."""
+
+import io
+import os
+import pickle
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+
+from lightning.fabric.storage.archives.archive_reader import ARCHIVE, BrokenArchive, Zipped
+from lightning.fabric.storage.paths.filesystem import is_file, lacks_bucket, missing
+from lightning.fabric.storage.paths.layout import STOCK_META
+from lightning.fabric.storage.paths.location import Location, display, join, locate
+from lightning.fabric.storage.save_report import timed
+from lightning.fabric.storage.transport.errors import context_kept
+from lightning.fabric.storage.transport.open import open_reader
+from lightning.fabric.storage.transport.ranged_file import REPLACED, RangedFile
+from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_6
+
+_Path = str | os.PathLike[str]
+#: Where the directory of an archive is, and the small records after the tensors; of a small file it is all.
+_TAIL = 2**20
+_SMALL_FILE = 8 * 2**20
+#: The fixed part of what is before a record, and how near such parts are that are read together.
+_HEAD = 30
+_NEAR = 2**18
+#: What torch's errors about archives start with.
+_TORCHS = "PytorchStreamReader"
+
+
+def load_file(
+    path: _Path | IO[bytes],
+    map_location: Any = None,
+    weights_only: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Loads with :func:`torch.load`.
+
+    Ranges of a remote file are fetched many at a time, shortly before torch reads them into the tensors' own memory.
+
+    Args:
+        path: A local path, a URL of any fsspec protocol, or a file that is open.
+        map_location: As for ``torch.load``.
+        weights_only: As for ``torch.load``, but None means False for ``http(s)`` URLs, as ever in Lightning.
+        options: As for :func:`~lightning.fabric.storage.paths.location.locate`.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+        IsADirectoryError: There is a folder, such as a sharded checkpoint.
+        OSError: The file could not be read, or was replaced meanwhile.
+        RuntimeError: It is truncated, or no checkpoint.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        return torch.load(path, map_location=map_location, weights_only=weights_only)
+    location = locate(path, options)
+    if weights_only is None and str(location).startswith(("http://", "https://")):
+        weights_only = False
+    with timed("Loaded", location) as transfer, open_checkpoint(location) as file, _damage_explained(location):
+        transfer.size = file.seek(0, os.SEEK_END)
+        if not isinstance(file, RangedFile):
+            _check(file, weights_only)
+            return torch.load(location, map_location=map_location, weights_only=weights_only)
+        _expect_records(file, weights_only)
+        file.seek(0)  # torch takes the position for the start of the archive
+        with context_kept():
+            try:
+                loaded = torch.load(file, map_location=map_location, weights_only=weights_only)
+            except Exception:
+                if file.error is not None:
+                    raise file.error from None
+                raise
+        file.check()
+        return loaded
+
+
+def load_bytes(content: io.BytesIO, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    """Loads with :func:`torch.load` what is in memory.
+
+    Raises:
+        pickle.UnpicklingError: There is something in it that ``weights_only`` forbids.
+        Exception: Of any kind: it is damaged.
+    """
+    _check(content, weights_only)
+    return torch.load(content, map_location=map_location, weights_only=weights_only)
+
+
+def check_file(location: Location, weights_only: bool | None = None) -> None:
+    """Sees that a file is one that torch can be given to load.
+
+    Raises:
+        FileNotFoundError: There is nothing.
+        OSError: The file could not be read.
+        RuntimeError: It is damaged, or would take more memory than its size.
+    """
+    with open_checkpoint(location) as file, _damage_explained(location):
+        _check(file, weights_only)
+
+
+def _check(file: IO[bytes] | RangedFile, weights_only: bool | None) -> bool:
+    """Sees that torch can be given an archive: it believes all that one says of sizes.
+
+    Returns:
+        Whether there is an archive, and it was looked at.
+
+    Raises:
+        RuntimeError: It cannot.
+    """
+    if _is_trusted(weights_only):  # what its author may do is the user's decision
+        return False
+    is_archive = True
+    try:
+        Zipped(file).check_before_load()
+    except BrokenArchive as error:
+        file.seek(0)
+        if file.read(len(ARCHIVE)) == ARCHIVE:  # else it is in torch's format of before 1.6
+            raise RuntimeError(str(error)) from error
+        is_archive = False
+    file.seek(0)
+    return is_archive
+
+
+def _is_trusted(weights_only: bool | None) -> bool:
+    """Whether :func:`torch.load` runs whatever code is in a file."""
+    if weights_only is None:
+        is_forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "").lower() in ("1", "y", "yes", "true")
+        return is_forced or not _TORCH_GREATER_EQUAL_2_6
+    return not weights_only
+
+
+class WithoutTensors(NamedTuple):
+    """An object whose tensors are left out.
+
+    Attributes:
+        obj: Its tensors are on the meta device. Each one's storage says at which byte of the file it is, in an
+            attribute ``_checkpoint_offset``.
+        storages: How many there are in the file.
+        file: The file, which is open until nobody has it any more.
+    """
+
+    obj: Any
+    storages: int
+    file: "OpenedFile"
+
+
+class OpenedFile:
+    """A file of which more is going to be read under its name.
+
+    Args:
+        location: Where it is.
+        file: The file, open.
+        size: In bytes.
+    """
+
+    def __init__(self, location: Location, file: IO[bytes], size: int) -> None:
+        self.location = location
+        self.size = size
+        self._file = file if isinstance(file, RangedFile) else None
+        self._version = None if isinstance(file, RangedFile) else _version(os.fstat(file.fileno()))
+
+    def check(self) -> None:
+        """Looks whether the name still is that of this file.
+
+        Raises:
+            OSError: It is not.
+        """
+        if self._file is not None:
+            self._file.keep(0, 1)  # some stores see it when they are asked for a part of the version that was opened
+            self._file.check()
+        elif _version(os.stat(self.location)) != self._version:
+            raise OSError(f"Could not read {display(self.location)}: {REPLACED}")
+
+
+def _version(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def load_without_tensors(location: Location, weights_only: bool | None = None) -> WithoutTensors | None:
+    """As :func:`load_file`, but leaves out what the tensors' storages hold.
+
+    Returns:
+        None if the file is no archive of a machine with this byte order, or this release of torch does not tell where
+        storages are.
+    """
+    if weights_only is None and str(location).startswith(("http://", "https://")):
+        weights_only = False
+    file = open_checkpoint(location)  # a remote one stays open as long as it is looked at
+    with _damage_explained(location):
+        size = file.seek(0, os.SEEK_END)
+        if isinstance(file, RangedFile):
+            file.keep(0 if size <= _SMALL_FILE else size - _TAIL, size)
+        _check(file, weights_only)
+        try:
+            records = _records(file)
+            order = _byte_order(file)
+        except (zipfile.BadZipFile, KeyError):
+            return None
+        tensors = {number: span for name, span in records if (number := _tensor_number(name)) is not None}
+        if order != sys.byteorder or not tensors:
+            return None
+        if isinstance(file, RangedFile) and size > _SMALL_FILE:
+            _expect_heads(file, [tensors[number][0] for number in sorted(tensors)])
+            file.keep(0, min(start for start, _ in tensors.values()))
+        file.seek(0)
+        loaded = torch.load(file, map_location="meta", weights_only=weights_only)
+        opened = OpenedFile(location, file, size)
+        if not isinstance(file, RangedFile):
+            file.close()
+        return WithoutTensors(loaded, len(tensors), opened)
+
+
+def _byte_order(file: IO[bytes]) -> str:
+    with zipfile.ZipFile(file) as opened:
+        name = next((name for name in opened.namelist() if name.endswith("/byteorder")), "byteorder")
+        return opened.read(name).decode()
+
+
+def _expect_heads(file: RangedFile, starts: list[int]) -> None:
+    """Those of records, from which torch learns where in the record the tensor begins; near ones with one request."""
+    spans: list[tuple[int, int]] = []
+    for start in starts:
+        if spans and 0 <= start - spans[-1][0] < _NEAR:
+            spans[-1] = (spans[-1][0], start + _HEAD)
+        else:
+            spans.append((start, start + _HEAD))
+    file.expect(spans)
+
+
+def open_checkpoint(location: Location) -> IO[bytes]:
+    """Opens the file at ``location`` as :func:`~lightning.fabric.storage.transport.open.open_reader`; errors say more.
+
+    Raises:
+        FileNotFoundError: There is nothing.
+        IsADirectoryError: There is a folder, such as a sharded checkpoint.
+    """
+    try:
+        return open_reader(location)
+    except FileNotFoundError as error:
+        raise not_found(location) from error
+    except IsADirectoryError as error:
+        what = "a folder, not a checkpoint file"
+        if is_file(join(location, STOCK_META)):
+            what = (
+                "a sharded checkpoint: load it with FSDP or ModelParallel, or make one file of it with `fabric"
+                " consolidate` (or `python -m lightning.fabric.utilities.consolidate_checkpoint`)"
+            )
+        raise IsADirectoryError(f"{display(location)} is {what}") from error
+
+
+def not_found(location: Location) -> FileNotFoundError:
+    """What says that nothing is at ``location``, and what to do; the same whoever wants to load from there."""
+    if isinstance(location, Path):
+        path = Path(os.path.abspath(location))
+        found = next(parent for parent in path.parents if parent.exists() or parent == parent.parent)
+        advice = f"Correct the path: there is no {path.relative_to(found).parts[0]!r} in {found}"
+    elif lacks_bucket(location):
+        return FileNotFoundError(f"Checkpoint file not found: {missing(location)}.")
+    else:
+        advice = "Correct the URL: upper and lower case and every slash count in the names of a store"
+    return FileNotFoundError(f"Checkpoint file not found: {display(location)}. {advice}.")
+
+
+def weights_only_of(path: _Path) -> bool | None:
+    """What the strategy that loads from ``path`` was asked for, if that says so."""
+    weights_only: bool | None = getattr(path, "weights_only", None)
+    return weights_only
+
+
+def archive(path: _Path) -> str | IO[bytes]:
+    """What :class:`torch.PyTorchFileReader` reads the checkpoint at ``path`` from, record by record.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+        IsADirectoryError: There is a folder.
+        pickle.UnpicklingError: There is more than tensors and plain Python types, and :func:`weights_only_of` says that
+            nothing else is to be loaded: whoever reads the records unpickles what comes.
+    """
+    location = locate(path)
+    if weights_only_of(path) and load_without_tensors(location, weights_only=True) is None:
+        load_file(location, "cpu", weights_only=True)
+    file = open_checkpoint(location)
+    if isinstance(file, RangedFile):
+        file.keep(max(0, file.size - _TAIL), file.size)
+        return file  # it is an IO[bytes] in all that matters
+    file.close()
+    return str(location)
+
+
+def _expect_records(file: RangedFile, weights_only: bool | None = None) -> None:
+    """Tells the file what ``torch.load`` is going to read, in order.
+
+    It reads small records at both ends of the archive, and then each tensor's as the pickle mentions it, which is in
+    the order of their numbers. Older releases of torch wrote them in another order.
+    """
+    small = file.size <= _SMALL_FILE
+    file.keep(0 if small else file.size - _TAIL, file.size)
+    is_checked = _check(file, weights_only)  # its pickle has been read then, and is kept
+    try:
+        records = _records(file)
+    except zipfile.BadZipFile as error:
+        file.seek(0)
+        if file.read(len(ARCHIVE)) == ARCHIVE:
+            raise RuntimeError(f"it ends before its directory of records ({error})") from error
+        if not small:  # torch's legacy format, which is read from the first byte to the last
+            file.expect([(0, file.size)])
+        return
+    if small:
+        return
+    tensors = {number: span for name, span in records if (number := _tensor_number(name)) is not None}
+    if not tensors:
+        return
+    first, last = min(start for start, _ in tensors.values()), max(stop for _, stop in tensors.values())
+    spans = [tensors[number] for number in sorted(tensors)]
+    pickled = [span for name, span in records if name.endswith("/data.pkl") and span[1] - span[0] > _TAIL]
+    file.expect([*([] if is_checked else pickled), *spans])
+    file.keep(pickled[0][1] if pickled else 0, first)
+    file.keep(last, file.size)
+
+
+def _records(file: IO[bytes] | RangedFile) -> list[tuple[str, tuple[int, int]]]:
+    with zipfile.ZipFile(file) as opened:
+        infos = sorted(opened.infolist(), key=lambda info: info.header_offset)
+        ends = [info.header_offset for info in infos[1:]] + [opened.start_dir]
+    return [(info.filename, (info.header_offset, end)) for info, end in zip(infos, ends, strict=True)]
+
+
+def _tensor_number(name: str) -> int | None:
+    folder, _, number = name.rpartition("/")
+    return int(number) if folder.endswith("/data") and number.isdigit() else None
+
+
+@contextmanager
+def _damage_explained(location: Location) -> Iterator[None]:
+    """Torch's own errors about a damaged file do not name it."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise pickle.UnpicklingError(f"Could not load {display(location)}: {error}") from error
+    except (RuntimeError, EOFError) as error:
+        if (
+            isinstance(error, EOFError)
+            or isinstance(error.__cause__, (zipfile.BadZipFile, BrokenArchive))
+            or _TORCHS in str(error)
+        ):
+            raise RuntimeError(f"{display(location)} is truncated, or is no checkpoint: {error}") from error
+        raise

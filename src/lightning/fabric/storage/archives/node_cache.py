@@ -1,0 +1,265 @@
+"""Checkpoints that every rank loads: one rank of each node downloads the file, the others read that rank's copy.
+
+The copy is a memfd, memory that is a file without a name: it is not limited by the size of ``/dev/shm``, and is gone
+with the last process that holds it open, however that process ends.
+"""
+
+import io
+import json
+import logging
+import mmap
+import os
+import pickle
+import secrets
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeVar, cast
+
+import torch
+from fsspec.utils import get_protocol
+
+from lightning.fabric.storage.archives.load import open_checkpoint
+from lightning.fabric.storage.collectives.errors import together_in, unseen_explained
+from lightning.fabric.storage.paths.location import Location, display, locate
+from lightning.fabric.storage.transport import progress
+from lightning.fabric.storage.transport.ranged_file import RangedFile
+from lightning.fabric.storage.transport.threads import in_thread, wait_until_done
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from lightning.fabric.utilities.types import _PATH
+
+if sys.platform == "linux":
+    import fcntl
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Lightning's own methods that do the same on every rank, and do no more than to read the file at the path that they
+#: are given or to call another of these. Any other may read on one rank only, or something else.
+_PLAIN_LOADS = {
+    "lightning.fabric.plugins.io.async_io.AsyncCheckpointIO.load_checkpoint",
+    "lightning.fabric.plugins.io.torch_io.TorchCheckpointIO.load_checkpoint",
+    "lightning.fabric.strategies.strategy.Strategy.load_checkpoint",
+    "lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO.load_checkpoint",
+    "lightning.pytorch.strategies.strategy.Strategy.load_checkpoint",
+}
+#: What a failed download raises: the first that fits, else ``OSError``.
+_KINDS: tuple[type[Exception], ...] = (
+    PermissionError,
+    FileNotFoundError,
+    IsADirectoryError,
+    TimeoutError,
+    ConnectionError,
+    ImportError,  # of the store's client; fsspec says what to install
+    ValueError,  # an unknown protocol
+    OSError,
+)
+
+
+class _Offer(NamedTuple):
+    """What a rank tells the others: what it wants to load, and where on its machine there is room for a copy."""
+
+    machine: str
+    url: str
+    place: str
+    name: str
+
+
+@contextmanager
+def one_download_per_node(strategy: Any, path: _PATH, weights_only: bool | None) -> Iterator[tuple[_PATH, bool | None]]:
+    """For a body that calls ``strategy.load_checkpoint``; in a distributed job this is a collective call of all ranks.
+
+    If several ranks on this machine want what is at one URL, the lowest of them downloads the file into memory, and all
+    of them load from there. That memory comes on top of what each rank makes of it, once the size of the file on each
+    node, and is free again when the last of them leaves the context.
+
+    Each rank downloads for itself, as without this function, where nothing can be shared: by a process in another
+    container, on other systems than Linux, of ``memory://``, and when a strategy or a checkpoint plugin brings its own
+    ``load_checkpoint``. Ranks may ask for different paths.
+
+    Args:
+        strategy: The strategy of a Trainer or of Fabric.
+        path: What to load.
+        weights_only: As for :func:`torch.load`.
+
+    Yields:
+        The path and the ``weights_only`` to call ``load_checkpoint`` with.
+
+    Raises:
+        OSError: The download failed. All ranks that wait for it raise the same error, of a more specific type where
+            the reason is a common one, such as ``FileNotFoundError``.
+    """
+    with ExitStack() as stack:
+        # the next collective call, whose time is limited, comes when all ranks have loaded
+        location = locate(path)
+        stack.enter_context(together_in(strategy, f"loading {display(location)}"))
+        copy = None
+        if _reads_on_every_rank(strategy):
+            stack.enter_context(unseen_explained(location))
+            copy = _copy(location, stack)
+        if copy is None:
+            yield path, weights_only
+        else:
+            if weights_only is None and str(path).startswith("http"):
+                weights_only = False  # what Lightning makes of None for these URLs
+            place = f"/proc/self/fd/{copy.fileno()}"
+            try:
+                yield place, weights_only
+            except (RuntimeError, pickle.UnpicklingError) as error:  # of a damaged file, which name it
+                if place not in str(error):
+                    raise
+                raise type(error)(str(error).replace(place, display(location))) from error
+
+
+def _reads_on_every_rank(strategy: Any) -> bool:
+    ranks = torch.distributed.get_world_size() if _distributed_is_initialized() else 1
+    # other than the strategy's: a process group that someone has made for other purposes
+    if sys.platform != "linux" or ranks == 1 or ranks != getattr(strategy, "world_size", 1):
+        return False
+    reader = strategy
+    while reader is not None:
+        load = getattr(reader, "load_checkpoint", None)
+        if f"{getattr(load, '__module__', '')}.{getattr(load, '__qualname__', '')}" not in _PLAIN_LOADS:
+            return False
+        reader = getattr(reader, "checkpoint_io", None)  # the strategy's plugin, or what that wraps
+    return True
+
+
+def _copy(location: Location, stack: ExitStack) -> IO[bytes] | None:
+    """A copy of the file that is open until ``stack`` ends, or None if this rank has to download for itself."""
+    rank = torch.distributed.get_rank()
+    own, offer = _make_room(location, stack)
+    offers = _gather(offer)
+    wanted = Counter((other.machine, other.url) for other in offers if other is not None)
+    if max(wanted.values(), default=1) == 1:  # as every rank sees
+        return None
+    peers = [i for i, other in enumerate(offers) if offer and other and other[:2] == offer[:2]]
+    leader = offers[peers[0]] if peers else None
+    leads = offer is not None and leader == offer
+    copy = own if leads or leader is None else _open(leader, stack)
+    # The last collective, whose time is limited. Who reads the copy waits for its lock, which the kernel takes from
+    # the leader when that dies
+    has_copy = _gather(copy is not None)
+    if copy is None or leader is None or sum(has_copy[i] for i in peers) == 1:
+        return None
+    log.debug(f"Rank {rank} is one of {len(peers)} for which rank {peers[0]} downloads {display(location)}")
+    whole = _fill(copy, location, leader) if leads else _is_filled(copy, location, leader)
+    return copy if whole else None
+
+
+def _gather(mine: T) -> list[T]:
+    everyones: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyones, mine)
+    return everyones
+
+
+def _make_room(location: Location, stack: ExitStack) -> tuple[IO[bytes] | None, _Offer | None]:
+    """An empty copy, locked, with its description; None where there is nothing to share, or no way to."""
+    if isinstance(location, Path) or get_protocol(location) == "memory":  # which every process has one of
+        return None, None
+    try:
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        descriptor = os.memfd_create(f"lightning-{secrets.token_hex(16)}", flags)
+        copy = stack.enter_context(cast(IO[bytes], io.FileIO(descriptor, "r+")))
+        fcntl.flock(copy, fcntl.LOCK_EX)
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        return copy, _Offer(_machine(), location, f"/proc/{os.getpid()}/fd/{descriptor}", name)
+    except (AttributeError, OSError) as error:  # the former where Python was built for an old C library
+        log.debug(f"No memory to share with other processes ({error})")
+        return None, None
+
+
+def _machine() -> str:
+    """What processes have in common that see each other in ``/proc``: a booted kernel, and a PID namespace of it."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _open(offer: _Offer, stack: ExitStack) -> IO[bytes] | None:
+    """The copy of another rank, or None if it is out of reach. No other file has its name, which is random."""
+    try:
+        if os.readlink(offer.place) == offer.name:
+            copy = stack.enter_context(cast(IO[bytes], io.FileIO(offer.place)))
+            fcntl.flock(copy, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:  # as it must be while the leader holds it
+        return copy
+    except OSError as error:
+        log.debug(f"Cannot open the memory of another process of this machine ({error})")
+    return None
+
+
+def _fill(copy: IO[bytes], location: Location, offer: _Offer) -> bool:
+    """Downloads the file into the copy, or the reason why there is none, and lets the others read that.
+
+    Returns:
+        False if there can be no copy, and each rank is to download for itself.
+    """
+    try:
+        with open_checkpoint(location) as source:
+            memory = _map(copy, source, location)
+            if memory is None:
+                return False
+            # After an error its traceback may hold a part of the view, which nobody can release then
+            view = memoryview(memory)
+            _read(source, view)
+            if isinstance(source, RangedFile):
+                source.check()
+            view.release()
+            memory.close()
+        fcntl.fcntl(copy, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)  # which tells that this is all of it
+        return True
+    except Exception as error:
+        failure = _failure(location, error)
+        copy.truncate(0)
+        copy.write(offer.name.encode() + json.dumps([type(failure).__name__, str(failure)]).encode())
+        fcntl.fcntl(copy, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+        raise failure from error
+    finally:
+        fcntl.flock(copy, fcntl.LOCK_UN)
+
+
+def _map(copy: IO[bytes], source: IO[bytes], location: Location) -> mmap.mmap | None:
+    """Gives the copy the size of the source."""
+    try:
+        size = source.seek(0, os.SEEK_END)
+        source.seek(0)
+        copy.truncate(size)
+        return mmap.mmap(copy.fileno(), size)
+    except (OSError, ValueError) as error:  # no memory; or a server that does not tell the size
+        log.warning(f"Each rank downloads {display(location)} for itself, for it cannot be shared: {error}")
+        return None
+
+
+def _read(source: IO[bytes], view: memoryview) -> None:
+    at = 0
+    while at < len(view):
+        count = cast(io.RawIOBase, source).readinto(view[at:])
+        if not count:
+            raise OSError(f"it ended after {at} of {len(view)} bytes")
+        at += count
+
+
+def _is_filled(copy: IO[bytes], location: Location, leader: _Offer) -> bool:
+    """Waits for the leader. False if it ended without a result."""
+    # that the leader gets on is for the leader to tell, and others may wait for this rank
+    locked = in_thread("checkpoint-wait", fcntl.flock, copy, fcntl.LOCK_SH)
+    wait_until_done(locked, progress.made)
+    locked.result()
+    if not fcntl.fcntl(copy, fcntl.F_GET_SEALS) & fcntl.F_SEAL_GROW:
+        log.warning(f"The rank that was to download {display(location)} for this one did not: it downloads for itself")
+        return False
+    mark = leader.name.encode()
+    if os.pread(copy.fileno(), len(mark), 0) != mark:
+        return True
+    kind, message = json.loads(copy.read()[len(mark) :])
+    raise next(known for known in _KINDS if known.__name__ == kind)(message)
+
+
+def _failure(location: Location, cause: Exception) -> Exception:
+    kind = next((kind for kind in _KINDS if isinstance(cause, kind)), OSError)
+    reason = display(str(cause))
+    if kind is OSError or not reason:
+        reason = f"{type(cause).__name__}: {reason}"
+    return kind(f"Could not download {display(location)} for the ranks of this node: {reason}")

@@ -1,0 +1,220 @@
+"""Saves checkpoints in the background: the training thread only copies the state to host memory."""
+
+import itertools
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning.fabric.storage.archives.tensor_bytes import is_plain
+from lightning.fabric.storage.background.host_memory import ALIGNMENT
+from lightning.fabric.storage.background.queue import OnError, Queue, Save, may_skip
+from lightning.fabric.storage.background.staging import Staging
+from lightning.fabric.storage.collectives.channel import Channel
+from lightning.fabric.storage.collectives.errors import failures_of_ranks, from_rank_zero
+from lightning.fabric.storage.own_plugins import saves_shards
+from lightning.fabric.storage.paths.location import Location, display
+from lightning.fabric.storage.save_report import reporting, stage
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from lightning.fabric.storage.collectives.coordinator import Meeting
+    from lightning.fabric.storage.sharded.save_planner import Plans, Shard
+
+WhenBusy = Literal["wait", "skip"]
+
+#: What memory is prepared for beside model and optimizers.
+_EXTRA = 2**20
+#: Of saves by all ranks, whichever engine they are of.
+_numbers = itertools.count(1)
+
+
+class Engine:
+    """What one plugin, or what wraps it, saves with.
+
+    Args:
+        max_in_flight: How many saves may be on their way at a time, each of which has a copy of the state.
+        when_busy: Whether a save that comes when there are as many waits, or is skipped.
+        on_error: As for :class:`~lightning.fabric.storage.background.queue.Queue`.
+    """
+
+    def __init__(self, max_in_flight: int, when_busy: WhenBusy, on_error: OnError) -> None:
+        #: Of no use in another one.
+        self.process = os.getpid()
+        self._skips = when_busy == "skip"
+        self._queue = Queue(max_in_flight, on_error)
+        self._staging = Staging(max_in_flight)
+        #: Whether memory is being prepared for a save, or one has been begun.
+        self.is_warm = False
+        #: Optimizers that have taken a step before there was anything to save.
+        self._stepped: list[Optimizer] = []
+        #: Of the ranks, for the background, and the group of training that it belongs to.
+        self._channel: Channel | None = None
+        self._channel_of: ProcessGroup | None = None
+        self._plans: Plans | None = None
+
+    def set_up(self) -> None:
+        """Makes the process group in which the ranks meet in the background; a collective call."""
+        if not _distributed_is_initialized():
+            return
+        world = torch.distributed.group.WORLD
+        if self._channel is None or self._channel_of is not world:
+            self._channel = Channel(in_background=True)
+            self._channel_of = world
+
+    def save(self, obj: Any, location: Location, write: Callable[[Any], None]) -> None:
+        """Saves one file.
+
+        Args:
+            obj: Anything that ``torch.save`` takes. It is copied before this returns.
+            location: Where to.
+            write: Saves a copy of ``obj``.
+        """
+        save = Save(location)
+        if self._skips and may_skip() and not self._queue.has_room:
+            self._queue.skip(save)
+            return
+        self.is_warm = True
+        with reporting(save.report):
+            with stage("wait"):
+                self._queue.wait_for_room(location)
+            with stage("stage"):
+                staged = self._staging.stage_object(obj)
+
+        def write_copy() -> None:
+            with stage("upload"):  # whatever the plugin does; ours tells apart what is the commit
+                staged.wait()
+                write(staged.object())
+
+        self._queue.submit(save, write_copy, staged.release)
+
+    def save_sharded(self, state: dict[str, Any], meta: dict[str, Any] | None, location: Location) -> None:
+        """Saves a sharded checkpoint; a collective call, as the work in the background is among its threads.
+
+        Args:
+            state: The model and optimizer state of this rank. It is copied before this returns.
+            meta: What belongs to the checkpoint beside that, likewise; that of rank zero is saved.
+            location: Where to.
+        """
+        from lightning.fabric.storage.background.staged_shard import stage as stage_shard
+        from lightning.fabric.storage.collectives.coordinator import Meeting
+        from lightning.fabric.storage.sharded.save_planner import Plans, Shard
+
+        self.set_up()
+        if isinstance(location, Path):
+            location = location.absolute()  # training may change the working folder
+        save = Save(location, next(_numbers))
+        doing = f"saving {display(location)}"
+        if self._skips and may_skip() and not from_rank_zero(lambda: self._queue.has_room, doing):
+            self._queue.skip(save)
+            return
+        plans = self._plans = self._plans or Plans()
+        meeting = Meeting(self._channel)
+        self.is_warm = True
+        with reporting(save.report):
+            with stage("wait"):
+                self._queue.wait_for_room(location)
+            try:
+                with stage("stage"):
+                    shard = stage_shard(Shard.of(state, meta, meeting), self._staging)
+            except BaseException as error:
+                # the other ranks learn of it where all meet, and this one raises it when they do
+                self._queue.submit(save, partial(_save_shard, location, meeting, partial(_fail, error), plans))
+                if not isinstance(error, Exception):
+                    raise
+                return
+        work = partial(_save_shard, location, meeting, shard.arrived, plans)
+        self._queue.submit(save, work, shard.copy.release)
+
+    def remove(self, location: Location, work: Callable[[], None], is_partial: bool = False) -> None:
+        """Has ``work`` done after the last save, unless that fails.
+
+        Args:
+            location: Where it removes something.
+            work: Removes it.
+            is_partial: Whether what was saved there stays.
+        """
+        self._queue.submit_removal(location, work, is_partial)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Allocates memory for the parameters and the states of all optimizers when one takes its second step.
+
+        By then the others have taken their first, which makes their states.
+        """
+        if self.is_warm:
+            return
+        if all(optimizer is not other for other in self._stepped):
+            self._stepped.append(optimizer)
+            return
+        groups = [group for of in self._stepped for group in of.param_groups]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        self.warm([*parameters, *states_of(self._stepped)])
+        self._stepped.clear()
+
+    def copy_when_saved(self, location: Location, work: Callable[[], None]) -> None:
+        """As :meth:`remove`, for what makes a copy at ``location`` of the last save."""
+        self._queue.submit_copy(location, work)
+
+    def warm(self, tensors: Iterable[Tensor]) -> None:
+        """Allocates memory in a thread, so that the first save need not.
+
+        Args:
+            tensors: What a state of this rank mostly consists of. They are only looked at.
+        """
+        self.is_warm = True
+        local = [tensor for tensor in map(_local, tensors) if is_plain(tensor)]
+        # each is aligned, and there is a little more in a state
+        size = _EXTRA + sum(tensor.nbytes + ALIGNMENT for tensor in local)
+        self._staging.warm(size, pinned=any(tensor.is_cuda for tensor in local))
+
+
+def states_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """The tensors that optimizers keep beside the parameters."""
+    values = [value for optimizer in optimizers for of in optimizer.state.values() for value in of.values()]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def saves_here(strategy: Any) -> bool:
+    """Whether this rank has to do with the saves of a strategy."""
+    return bool(strategy.is_global_zero or saves_shards(strategy))
+
+
+def optimizer_stepped(strategy: Any, optimizer: Optimizer) -> None:
+    """To be called after each step of an optimizer that Fabric has set up."""
+    engine = engine_of(getattr(strategy, "checkpoint_io", None))
+    if engine is not None and not engine.is_warm and saves_here(strategy):
+        engine.stepped(optimizer)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _save_shard(location: Location, meeting: "Meeting", look: "Callable[[], Shard]", plans: "Plans") -> None:
+    from lightning.fabric.storage.sharded.writer import ShardWriter
+
+    with failures_of_ranks("save", location, meeting):
+        ShardWriter(location, meeting).save(look, plans)
+
+
+def _fail(error: BaseException) -> Any:
+    raise error
+
+
+def engine_of(checkpoint_io: Any) -> Engine | None:
+    """The engine of a plugin, or of one that it wraps; None if it saves in the training thread."""
+    from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO  # which imports what is above
+
+    while isinstance(checkpoint_io, CheckpointIO):
+        engine = getattr(checkpoint_io, "engine", None)
+        if isinstance(engine, Engine):
+            return engine
+        checkpoint_io = getattr(checkpoint_io, "checkpoint_io", None)
+    return None

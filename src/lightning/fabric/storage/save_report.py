@@ -1,0 +1,279 @@
+"""What saving a checkpoint took, stage by stage, and what moving one file took.
+
+Whoever saves makes a :class:`SaveReport` the current one with :func:`reporting`, and what is called from there adds to
+it. Where no report is the current one, nothing is recorded.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lightning.fabric.storage.paths.location import Location, display
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+log = logging.getLogger(__name__)
+
+_MIB = 2**20
+#: The stages in which bytes are on their way to where they are durable.
+_MOVING = ("upload", "commit")
+#: How many seconds a save takes, beside training or not, that is worth a line for who does not debug.
+_LONG_S = 1.0
+
+
+class _File(Protocol):
+    """A file that is being written."""
+
+    #: Bytes that are known to come, as far as is known by now.
+    announced: int
+
+    def tell(self) -> int: ...
+
+
+@dataclass(eq=False)
+class SaveReport:
+    """What one save took.
+
+    Args:
+        location: Where the checkpoint is, or will be.
+        size: Bytes that this process has written, and on rank zero those of the other ranks of a sharded save.
+        stages: Seconds in the training thread: ``wait`` for what is in the background, ``stage`` for the copy to host
+            memory that it needs. Of a synchronous save: ``plan``, in which ranks agree who saves what; ``upload``; and
+            ``commit`` from the last byte that was handed over until the checkpoint is durable. Of a copy of the last
+            checkpoint: ``link``.
+        background: Seconds in another thread, likewise.
+        retries: Requests of this process that were sent again, as far as the client of the store tells.
+        retries_untold: Whether a part went through a client that sends requests again without telling.
+    """
+
+    location: Location
+    size: int = 0
+    stages: dict[str, float] = field(default_factory=dict)
+    background: dict[str, float] = field(default_factory=dict)
+    retries: int = 0
+    retries_untold: bool = False
+    _files: "list[_File]" = field(default_factory=list, repr=False)
+
+    @property
+    def stalled(self) -> float:
+        """Seconds for which training waited."""
+        return sum(self.stages.values())
+
+    @property
+    def seconds_in_background(self) -> float:
+        """Seconds of work beside training."""
+        return sum(self.background.values())
+
+    def progress(self) -> tuple[int, int]:
+        """How many bytes have been written, and how many there will be as far as is known by now."""
+        with _lock:
+            written = [file.tell() for file in self._files]
+            expected = [max(file.announced, done) for file, done in zip(self._files, written, strict=True)]
+            return self.size + sum(written), self.size + sum(expected)
+
+    def line(self) -> str:
+        """The save in one line, without credentials, and without what was none."""
+        moving = sum(seconds.get(stage, 0.0) for seconds in (self.stages, self.background) for stage in _MOVING)
+        parts = [f"{self.size / _MIB:.1f} MiB", f"training stalled for {self.stalled:.2f} s"]
+        if self.background:
+            parts.append(f"{self.seconds_in_background:.2f} s in the background")
+        if moving > 0:
+            parts.append(f"{self.size / _MIB / moving:.0f} MiB/s")
+        if self.retries:
+            parts.append(f"{'at least ' if self.retries_untold else ''}{self.retries} retries")
+        return f"Saved {display(self.location)}: {', '.join(parts)}"
+
+
+class Listener(Protocol):
+    """Hears of what the training thread does for checkpoints, in that thread."""
+
+    def begin(self, report: SaveReport, name: str) -> None:
+        """A stage begins. One within another begins while that goes on."""
+
+    def end(self, report: SaveReport, name: str) -> None:
+        """A stage has ended, or failed."""
+
+    def finished(self, report: SaveReport) -> AbstractContextManager[None]:
+        """A save is complete and durable. The line that it logs is written within the context that this returns."""
+
+
+@dataclass
+class _Current:
+    report: SaveReport
+    background: bool
+    #: Of each stage that goes on, outermost first, the seconds that stages within it have taken.
+    inner: list[float] = field(default_factory=list)
+
+
+# A context variable, since an event loop runs a call in the context of the thread that asked for it, and retries there.
+_current: ContextVar[_Current | None] = ContextVar("current_save_report", default=None)
+_listeners: list[Listener] = []
+_in_flight: list[SaveReport] = []
+_lock = threading.Lock()
+
+
+@contextmanager
+def reporting(report: SaveReport, background: bool = False) -> Iterator[None]:
+    """Makes ``report`` the current one of the body; within another one's, the inner one counts.
+
+    Args:
+        report: Can be the current one of several threads at a time, but of one that is not in the background.
+        background: Whether the body runs beside training.
+    """
+    token = _current.set(_Current(report, background))
+    _in_flight.append(report)
+    try:
+        yield
+    finally:
+        _in_flight.remove(report)
+        _current.reset(token)
+
+
+@contextmanager
+def reported(location: Location) -> Iterator[None]:
+    """For a body that saves at ``location``: a save of its own, unless a report is the current one already."""
+    if _current.get() is not None:
+        yield
+        return
+    report = SaveReport(location)
+    with reporting(report):
+        yield
+    finished(report)
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Adds the seconds of the body, without those of stages in it, to the current report.
+
+    In the training thread listeners hear of it.
+    """
+    current = _current.get()
+    if current is None:
+        yield
+        return
+    seconds = current.report.background if current.background else current.report.stages
+    listeners = [] if current.background else list(_listeners)
+    for listener in listeners:
+        listener.begin(current.report, name)
+    current.inner.append(0.0)
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        took = time.monotonic() - started
+        seconds[name] = seconds.get(name, 0.0) + took - current.inner.pop()
+        if current.inner:
+            current.inner[-1] += took
+        for listener in listeners:
+            listener.end(current.report, name)
+
+
+@contextmanager
+def stages(first: str) -> Iterator[Callable[[str], None]]:
+    """As :func:`stage`, for several stages, each of which ends when the next one is entered by calling the target."""
+    with ExitStack() as going_on:
+
+        def enter(name: str) -> None:
+            going_on.close()
+            going_on.enter_context(stage(name))
+
+        enter(first)
+        yield enter
+
+
+@contextmanager
+def writing(file: _File) -> Iterator[None]:
+    """For a body that writes ``file``: the current report counts its bytes."""
+    current = _current.get()
+    if current is None:
+        yield
+        return
+    report = current.report
+    with _lock:
+        report._files.append(file)
+    try:
+        yield
+    finally:
+        with _lock:
+            report._files.remove(file)
+            report.size += file.tell()
+
+
+def count_bytes(size: int) -> None:
+    """Adds ``size`` bytes, which another process has written, to the current report."""
+    if (current := _current.get()) is not None:
+        with _lock:
+            current.report.size += size
+
+
+def count_retry(times: int = 1) -> None:
+    """Tells the current report of a request that was sent again, or is going to be."""
+    if (current := _current.get()) is not None:
+        with _lock:
+            current.report.retries += times
+
+
+def leave_retries_untold() -> None:
+    """Tells the current report that a client is at work which sends requests again without telling."""
+    if (current := _current.get()) is not None:
+        current.report.retries_untold = True
+
+
+def listen(listener: Listener) -> Callable[[], None]:
+    """Lets ``listener`` hear of all saves of this process. Returns what ends that."""
+    _listeners.append(listener)
+    return lambda: _listeners.remove(listener)
+
+
+def in_flight() -> list[SaveReport]:
+    """The reports that are a thread's current one, each once."""
+    return list(dict.fromkeys(_in_flight))
+
+
+def finished(report: SaveReport) -> None:
+    """Tells listeners of a save that is durable, and logs it on rank zero. Call it in the training thread, once."""
+    took = report.stalled + report.seconds_in_background
+    with ExitStack() as told:
+        for listener in list(_listeners):
+            told.enter_context(listener.finished(report))
+        _log(logging.INFO if took >= _LONG_S else logging.DEBUG, report.line())
+
+
+@rank_zero_only
+def _log(level: int, line: str) -> None:
+    log.log(level, line)
+
+
+@dataclass
+class Transfer:
+    """A file on its way.
+
+    Args:
+        verb: What is done to it, in the past tense.
+        location: Where it is, or will be.
+        size: Bytes, when that is known.
+        seconds: From the first byte that was asked for to the last that was committed or unpickled.
+    """
+
+    verb: str
+    location: Location
+    size: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        size, rate = self.size / _MIB, self.size / _MIB / max(self.seconds, 1e-9)
+        return f"{self.verb} {display(self.location)}: {size:.1f} MiB in {self.seconds:.2f} s, {rate:.0f} MiB/s"
+
+
+@contextmanager
+def timed(verb: str, location: Location) -> Iterator[Transfer]:
+    """Logs what a body that moves a file took, if it succeeds; the body sets the size."""
+    transfer = Transfer(verb, location)
+    started = time.monotonic()
+    yield transfer
+    transfer.seconds = time.monotonic() - started
+    log.debug(str(transfer))

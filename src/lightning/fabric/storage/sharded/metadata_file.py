@@ -1,0 +1,334 @@
+"""What makes a sharded checkpoint complete: its ``.metadata``, which is written last and in one piece.
+
+It is torch's ``Metadata``, pickled, with one more attribute of built-in types, which torch itself passes over::
+
+    lightning = {
+        "format": 2,
+        "meta": "__0123456789ab_meta.distcp",  # what meta.pt holds; or None
+        "files": {name: FileRecords._asdict(), ...},
+    }
+
+In format 1 the records of a file were a list of tuples of what :class:`Record` has.
+
+Behind the pickle comes its own checksum. What of a checkpoint is read is named there, so that an overwrite in place is
+seen as a whole: weights, optimizer and loop state are of one save. ``meta.pt`` is for stock Lightning only.
+
+Folders that stock Lightning or torch saved have none of that. They are complete if they have ``.metadata``, the files
+that it names, and ``meta.pt``.
+"""
+
+import logging
+import pickle
+import re
+import secrets
+import time
+import zlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightning.fabric.storage.archives.save import save_file
+from lightning.fabric.storage.gc_pause import collection_paused
+from lightning.fabric.storage.paths.filesystem import shares_names, sizes_of_files
+from lightning.fabric.storage.paths.layout import METADATA, STOCK_META
+from lightning.fabric.storage.paths.location import Location, display, join
+from lightning.fabric.storage.paths.remove import remove_file, remove_names
+from lightning.fabric.storage.sharded.checksums import FileRecords, records_of
+from lightning.fabric.storage.transport.errors import questions_named
+from lightning.fabric.storage.transport.open import open_source, open_writer
+from lightning.fabric.storage.transport.sink import Sink
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import Metadata  # not every build of PyTorch has it
+
+log = logging.getLogger(__name__)
+
+#: How long, in seconds, a shared file system may take to show one node what another one has written. NFS clients keep
+#: what they know of a folder for up to a minute.
+LAG_S = 65.0
+_LOOK_S = 0.5
+
+SHARD_SUFFIX = ".distcp"
+_FORMAT = 2
+_TRAILER = re.compile(rb"\nlightning-crc32:([0-9a-f]{8})\Z")
+
+
+def new_save() -> str:
+    """Draws what the files of one save are called after."""
+    return secrets.token_hex(6)
+
+
+def meta_name(save: str) -> str:
+    """The file of a save that holds what is neither model nor optimizer."""
+    return f"__{save}_meta{SHARD_SUFFIX}"
+
+
+def shard_name(save: str, rank: int) -> str:
+    """The file of a save that holds what a rank has of model and optimizer."""
+    return f"__{save}_{rank}_0{SHARD_SUFFIX}"
+
+
+def describe(metadata: "Metadata", meta: str | None, files: Mapping[str, FileRecords]) -> None:
+    """Adds to torch's metadata what this module's documentation says.
+
+    Args:
+        metadata: Of a checkpoint that is about to be committed.
+        meta: From :func:`meta_name`, if there is such a file.
+        files: All files, by name.
+    """
+    described = {name: file._asdict() for name, file in files.items()}
+    metadata.lightning = {"format": _FORMAT, "meta": meta, "files": described}  # type: ignore[attr-defined]
+
+
+def await_files(folder: Location, files: Mapping[str, FileRecords]) -> None:
+    """Looks whether all that ranks have written is in the folder as this rank, which is going to commit, sees it.
+
+    Ranks of several nodes may each have a folder of that name on a disk of their own. What a store that has no folders
+    has acknowledged is there for all.
+
+    Raises:
+        OSError: A file is not there, or has another size, also after :data:`LAG_S`.
+    """
+    if shares_names(folder):
+        return
+    wanted = {name: file.size for name, file in files.items()}
+    end = time.monotonic() + LAG_S
+    while True:
+        try:
+            sizes = sizes_of_files(folder)
+        except PermissionError as error:  # there are roles that may write, but not list
+            log.warning(f"Cannot look whether {display(folder)} has the files of all ranks ({error})")
+            return
+        unseen = sorted(name for name, size in wanted.items() if name not in sizes or sizes[name] not in (size, None))
+        if not unseen:
+            return
+        if time.monotonic() > end:
+            more = f" and {len(unseen) - 1} more files" if len(unseen) > 1 else ""
+            raise OSError(
+                f"{display(join(folder, unseen[0]))}{more} was written by another rank, and is not there for rank zero:"
+                " the folder is not one that all nodes share, but each has one of that name. To save a sharded"
+                " checkpoint, use a file system that all nodes share, or a URL"
+            )
+        time.sleep(min(_LOOK_S, LAG_S))
+
+
+def write_metadata(location: Location, metadata: "Metadata") -> None:
+    """Makes what the metadata names the checkpoint at ``location``, at once."""
+    with open_writer(join(location, METADATA)) as file, collection_paused():
+        summed = _Summed(file)
+        pickle.Pickler(summed).dump(metadata)
+        file.write(b"\nlightning-crc32:%08x" % summed.crc)
+
+
+class _Summed:
+    """Passes on what is written, and knows its CRC.
+
+    A pickler writes some 64 KiB at a time, after which other threads can run. They cannot while it collects all that in
+    memory.
+    """
+
+    def __init__(self, file: Sink) -> None:
+        self.crc = 0
+        self._file = file
+
+    def write(self, data: bytes) -> None:
+        self.crc = zlib.crc32(data, self.crc)
+        self._file.write(data)
+
+
+def read_metadata(location: Location) -> "tuple[Metadata, bytes]":
+    """Reads ``.metadata``, and looks whether the files that it names are there.
+
+    Returns:
+        The metadata, and the content of the file, which :func:`parse_metadata` takes.
+
+    Raises:
+        FileNotFoundError: There is no complete checkpoint. The message says what is missing.
+        OSError: The store did not answer, or ``.metadata`` is damaged.
+    """
+    content = None
+    while True:
+        before = content
+        try:
+            content = _read(join(location, METADATA))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FileNotFoundError(_why_there_is_none(location)) from error
+        metadata = parse_metadata(content, location)
+        try:
+            _check_files(location, metadata)
+        except FileNotFoundError:
+            if content == before:
+                raise
+            # perhaps a save has replaced the checkpoint between the two questions
+        else:
+            return metadata, content
+
+
+def _check_files(location: Location, metadata: "Metadata") -> None:
+    try:
+        sizes = sizes_of_files(location)
+    except PermissionError as error:  # there are roles that may read, but not list
+        log.warning(f"Cannot look whether {display(location)} is complete, which would show when it is read ({error})")
+        return
+    ours = getattr(metadata, "lightning", None)
+    if ours is not None:
+        wanted = {name: int(file["size"]) for name, file in ours["files"].items()}
+    else:
+        wanted = dict.fromkeys((info.relative_path for info in metadata.storage_data.values()), 0)
+        wanted[STOCK_META] = 0
+    missing = sorted(name for name in wanted if name not in sizes)
+    short = sorted(
+        f"{name} ({sizes[name]} of {size} bytes)"
+        for name, size in wanted.items()
+        if ours is not None and sizes.get(name, size) not in (size, None)
+    )
+    if missing or short:
+        lack = [f"{' and '.join(missing[:3])} {'is' if len(missing) == 1 else 'are'} missing"] if missing else []
+        lack += [f"of another size than saved: {', '.join(short[:3])}"] if short else []
+        more = " (and more)" if max(len(missing), len(short)) > 3 else ""
+        why = "its files were removed, or lost in a copy"
+        if ours is None:
+            why += f", or {METADATA} is damaged, which has no checksum"
+        raise FileNotFoundError(
+            f"The sharded checkpoint {display(location)} is incomplete: {'; '.join(lack)}{more}. Load another one:"
+            f" {why}."
+        )
+
+
+def _why_there_is_none(location: Location) -> str:
+    if not is_begun(location):
+        return f"There is no sharded checkpoint at {display(location)}: {METADATA} is missing"
+    return (
+        f"The sharded checkpoint {display(location)} is incomplete: {METADATA} is missing, which a save writes last."
+        " The save was interrupted, or goes on: load another checkpoint. What is left here goes with the next save to"
+        " that path."
+    )
+
+
+def parse_metadata(content: bytes, location: Location) -> "Metadata":
+    """What the content of ``.metadata`` says of the checkpoint at ``location``.
+
+    Raises:
+        OSError: It is damaged, or of a newer release.
+        ImportError: This PyTorch was built without its distributed package.
+    """
+    try:
+        from torch.distributed.checkpoint import Metadata
+
+        from lightning.fabric.storage.sharded.metadata_check import check_metadata
+        from lightning.fabric.storage.sharded.metadata_unpickler import unpickle
+    except ImportError as error:
+        raise ImportError(
+            f"{display(location)} is a sharded checkpoint, which takes torch.distributed to read, and this build of"
+            " PyTorch has none: install one that has, or consolidate the checkpoint where there is one"
+        ) from error
+    trailer = _TRAILER.search(content, max(0, len(content) - 64))
+    pickled = content[: trailer.start()] if trailer else content
+    if trailer and int(trailer[1], 16) != zlib.crc32(pickled):
+        raise OSError(
+            f"{display(join(location, METADATA))} is damaged: its checksum is wrong. Load another checkpoint."
+        )
+    try:
+        metadata = unpickle(pickled)
+        if not isinstance(metadata, Metadata):
+            raise OSError(f"{display(join(location, METADATA))} holds no metadata of torch.distributed.checkpoint")
+        ours = getattr(metadata, "lightning", None)
+        if ours is not None and ours["format"] > _FORMAT:
+            raise OSError(
+                f"{display(location)} was saved in format {ours['format']}, and this release reads formats up to"
+                f" {_FORMAT}: load it with a newer one"
+            )
+        if ours is not None and trailer is None:
+            raise ValueError("its checksum is missing")
+        check_metadata(metadata)
+    except OSError:
+        raise
+    except Exception as error:  # damaged pickles raise anything
+        raise OSError(
+            f"{display(join(location, METADATA))} is damaged, or no metadata of a checkpoint: {error}"
+        ) from error
+    return metadata
+
+
+def is_begun(location: Location) -> bool:
+    """Whether there is a part of a sharded checkpoint, be it complete or not."""
+    return any(name in (METADATA, STOCK_META) or name.endswith(SHARD_SUFFIX) for name in sizes_of_files(location))
+
+
+def read_meta(location: Location, metadata: "Metadata") -> bytes | None:
+    """What a checkpoint has beside model and optimizer, as ``torch.save`` wrote it, or None.
+
+    Raises:
+        OSError: It could not be read, or is damaged.
+    """
+    ours = getattr(metadata, "lightning", None)
+    if ours is None:
+        return _read(join(location, STOCK_META))
+    if ours["meta"] is None:
+        return None
+    try:
+        content = _read(join(location, ours["meta"]))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{display(join(location, ours['meta']))} is missing: the checkpoint is incomplete, or was replaced while"
+            " it was loaded. Load it again, or load another one"
+        ) from error
+    try:
+        records = records_of(ours["files"][ours["meta"]])
+    except Exception as error:  # what is damaged may be of any type
+        raise OSError(f"{display(join(location, METADATA))} is damaged: {error}") from error
+    for record in records:
+        for start, end, before, crc in record.blocks():
+            if zlib.crc32(memoryview(content)[start:end], before) != crc:
+                raise OSError(
+                    f"{display(join(location, ours['meta']))} is damaged between bytes {start} and {end}: its checksum"
+                    " is wrong. Load another checkpoint."
+                )
+    return content
+
+
+def _read(location: Location) -> bytes:
+    source = open_source(location)
+    try:
+        content = np.empty(source.size, np.uint8)
+        if source.size:
+            source.read_into(0, content.data)
+        return content.tobytes()
+    finally:
+        source.close()
+
+
+def write_stock_meta(location: Location, meta: Any) -> None:
+    """Writes ``meta.pt``.
+
+    Raises:
+        OSError: It could not be written. The checkpoint is complete all the same for this library's readers.
+    """
+    try:
+        save_file(meta, join(location, STOCK_META))
+    except OSError as error:
+        raise OSError(
+            f"The checkpoint {display(location)} is saved, and loads here, but not with stock Lightning, for which"
+            f" {STOCK_META} could not be written: {error}"
+        ) from error
+
+
+def clean_up(location: Location, metadata: "Metadata") -> None:
+    """Removes what earlier saves have left: the shards of the one replaced, and of those that did not end.
+
+    The save is complete, so that a failure here is no failure of it.
+    """
+    try:
+        ours = metadata.lightning  # type: ignore[attr-defined]
+        found = sizes_of_files(location)
+        old = [name for name in found if name.endswith(SHARD_SUFFIX) and name not in ours["files"]]
+        if ours["meta"] is None and STOCK_META in found:
+            old.append(STOCK_META)
+        with questions_named(location, "remove"):
+            remove_names(location, old)
+            if shares_names(location):  # a full file that the folder replaces; elsewhere it had to go before
+                remove_file(location)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {display(str(error))}"
+        log.warning(f"Could not remove what earlier saves have left of {display(location)} ({reason})")

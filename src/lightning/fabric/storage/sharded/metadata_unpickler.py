@@ -1,0 +1,302 @@
+"""Reads the pickle in ``.metadata``, which may be a stranger's: no code of it runs, and it takes memory for its size.
+
+A pickle names functions and classes of any module, and has them called. Here it is given stand-ins for those that torch
+and this library write into ``.metadata``, and nothing else. They call what they stand for with arguments as they should
+be, make no more objects than a file of that size has use for, and cannot be changed by the pickle.
+
+For a million objects it has to be C's unpickler, to which some bytes are enough for gigabytes of memory: the opcodes
+are looked through before.
+"""
+
+import io
+import itertools
+import operator
+import pickle
+import re
+import struct
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from typing_extensions import override
+
+from lightning.fabric.storage.gc_pause import collection_paused
+
+#: Opcodes with what follows on them, but for those of :data:`_COUNTED`. What no pickler of Python's has written since
+#: protocol 4, what runs code, and what takes memory beyond the size of the file is not among them.
+_OPCODES = re.compile(
+    rb"(?:[().Nabetsu\]}R\x81\x85-\x89\x92-\x94]+|[Khq].|M..|[Jj].{4}|G.{8}|\x80.|\x95.{8}){1,4000}", re.DOTALL
+)
+#: Opcodes that say how many bytes follow on them, and how many bytes of the opcode do so.
+_COUNTED = dict(zip(b"\x8cX\x8dCB\x8e\x96\x8a\x8b", (1, 4, 8, 1, 4, 8, 8, 1, 4), strict=True))
+_STOP = b"."
+#: A tuple in a tuple is hashed in a recursion that nothing limits but the stack: bytes of it for each, and more.
+_STACK = 256
+_SHALLOW = 2000
+#: How many objects the columns of numbers of :mod:`~lightning.fabric.storage.sharded.packing` may become, for each byte
+#: of the file and beside that. There are three bytes at least for a part of a tensor, which costs ten, generously.
+_OBJECTS_PER_BYTE = 8
+_OBJECTS = 10_000
+_DIMS = 1000
+_NESTED = 16
+_NUMBERS = re.compile(r"<([0-9]{0,12})([BHIQ])")
+
+
+def unpickle(content: bytes) -> Any:
+    """Makes what ``content`` says, which is a pickle.
+
+    Raises:
+        Exception: Of any kind; it is no pickle of metadata, or has something else in it.
+    """
+    _check_opcodes(content)
+    levels = min(content.count(b"("), content.count(b"t")) + sum(map(content.count, (b"\x85", b"\x86", b"\x87")))
+    if levels < _SHALLOW:
+        return _unpickle(content)
+    return _with_stack(2**20 + levels * _STACK, partial(_unpickle, content))
+
+
+def _unpickle(content: bytes) -> Any:
+    with collection_paused():
+        return _Unpickler(content).load()
+
+
+def _check_opcodes(content: bytes) -> None:
+    at, end = 0, len(content)
+    while at < end:
+        found = _OPCODES.match(content, at)
+        if found is not None:
+            at = found.end()
+        elif (width := _COUNTED.get(content[at])) is not None:
+            start = at + 1 + width
+            at = start + int.from_bytes(content[at + 1 : start], "little")
+        else:
+            raise pickle.UnpicklingError(f"there is an opcode {content[at]:#04x} at byte {at}")
+    if at != end or not content.endswith(_STOP):
+        raise pickle.UnpicklingError("it is cut off")
+
+
+def _with_stack(nbytes: int, function: Callable[[], Any]) -> Any:
+    """Calls a function in a thread with a stack of that size, of which memory is taken as far as it is used."""
+    outcome: list[Any] = [None, None]
+
+    def run() -> None:
+        try:
+            outcome[0] = function()
+        except BaseException as error:
+            outcome[1] = error
+
+    before = threading.stack_size(-(-nbytes // 2**16) * 2**16)
+    try:
+        thread = threading.Thread(target=run, name="checkpoint-unpickle", daemon=True)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+class _Sealed(type):
+    """Of classes whose attributes a pickle cannot set."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError(f"it sets {name!r} of a class")
+
+
+def _class(made: type) -> type:
+    """Stands for a dataclass. What it makes has no attributes yet, as the pickle is going to set them."""
+    return _Sealed(made.__name__, (), {"__slots__": (), "__new__": partial(object.__new__, made), "made": made})
+
+
+def _function(call: Callable[..., Any]) -> Any:
+    """Stands for a function, as an object without attributes."""
+    return type("function", (), {"__slots__": (), "__call__": staticmethod(call)})()
+
+
+class _Properties(metadata.TensorProperties):
+    @override
+    def __setstate__(self, state: Any) -> None:
+        self.dtype, self.layout, self.requires_grad, memory_format, self.pin_memory = state
+        if not isinstance(self.dtype, torch.dtype) or not isinstance(self.layout, torch.layout):
+            raise pickle.UnpicklingError("there is no such type of tensors")
+        self.memory_format = (torch.contiguous_format, torch.channels_last, torch.preserve_format)[memory_format]
+        self.__class__ = metadata.TensorProperties  # type: ignore[assignment]
+
+
+def _size(values: Any) -> torch.Size:
+    if type(values) is not tuple or len(values) > _DIMS:
+        raise pickle.UnpicklingError("the size of a tensor is no short tuple")
+    return torch.Size(values)
+
+
+def _layout(name: Any) -> torch.layout:
+    layout: Any = getattr(torch, str(name).removeprefix("torch."))
+    if not isinstance(layout, torch.layout):
+        raise pickle.UnpicklingError(f"there is no layout {name!r}")
+    return layout
+
+
+def _path(*parts: Any) -> str:
+    """Of where torch saved the checkpoint, of which no use is made."""
+    return str(parts[-1]) if parts and type(parts[-1]) is str else ""
+
+
+class _Lazy:
+    """Stands for an iterator: what becomes a list or a dictionary only if it is not too much.
+
+    Args:
+        count: How many items it has.
+        cost: How many objects are made beside them.
+        nested: How many iterators there are in each other.
+        iterate: Begins.
+    """
+
+    __slots__ = ("cost", "count", "iterate", "nested")
+    count: int
+    cost: int
+    nested: int
+    iterate: Callable[[], Iterator[Any]]
+
+    def __init__(self, count: int, cost: int, nested: int, iterate: Callable[[], Iterator[Any]]) -> None:
+        if nested > _NESTED:
+            raise pickle.UnpicklingError("iterators are nested too deep")
+        for name, value in (("count", count), ("cost", cost), ("nested", nested), ("iterate", iterate)):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError(f"it sets {name!r} of an iterator")
+
+    @classmethod
+    def of(cls, values: Any) -> "_Lazy":
+        if type(values) is cls:
+            return values
+        if type(values) not in (list, tuple):
+            raise pickle.UnpicklingError(f"it iterates over a {type(values).__name__}")
+        return cls(len(values), 0, 0, partial(iter, values))
+
+    @classmethod
+    def joined(cls, combine: Callable[..., Any], values: Any, count: Callable[..., int] = min) -> "_Lazy":
+        """What ``combine`` makes of several iterators."""
+        parts = [cls.of(one) for one in values]
+        total = count([part.count for part in parts])
+        return cls(
+            total,
+            total + sum(part.cost for part in parts),
+            1 + max(part.nested for part in parts),
+            lambda: iter(combine(*(part.iterate() for part in parts))),
+        )
+
+
+def _range(start: int, stop: int, step: int) -> _Lazy:
+    numbers = range(start, stop, step)
+    return _Lazy(len(numbers), 0, 0, partial(iter, numbers))
+
+
+def _repeat(value: Any, count: int = sys.maxsize) -> _Lazy:
+    return _Lazy(count, 0, 0, partial(itertools.repeat, value, count))
+
+
+def _numbers(code: Any, data: Any) -> int:
+    """How many there are."""
+    found = _NUMBERS.fullmatch(code)
+    if found is None or type(data) is not bytes:
+        raise pickle.UnpicklingError("there is a column of something else than numbers")
+    return len(data) // struct.calcsize(f"<{found[2]}")
+
+
+def _iter_unpack(code: Any, data: Any) -> _Lazy:
+    return _Lazy(len(data) // struct.calcsize(code), _numbers(code, data), 0, partial(struct.iter_unpack, code, data))
+
+
+#: What can be called for each item of columns, by its stand-in.
+_Callables = dict[Any, Callable[..., Any]]
+
+_INDEX = _class(metadata.MetadataIndex)
+_CHUNK = _class(metadata.ChunkStorageMetadata)
+_INFO = _class(filesystem._StorageInfo)
+_SIZE = _function(_size)
+_GETITEM = _function(operator.getitem)
+_CALLABLES: _Callables = {
+    _INDEX: metadata.MetadataIndex,
+    _CHUNK: metadata.ChunkStorageMetadata,
+    _INFO: filesystem._StorageInfo,
+    _SIZE: _size,
+    _GETITEM: operator.getitem,
+}
+_METADATA = metadata.__name__
+#: Where torch had the properties of tensors in its first releases with this format.
+_FORMER = "torch.distributed._shard.sharded_tensor.metadata"
+_PROPERTIES = _class(_Properties)
+_ENCODING = _function(int)
+_STAND_INS: dict[tuple[str, str], Any] = {
+    (_METADATA, "Metadata"): _class(metadata.Metadata),
+    (_METADATA, "MetadataIndex"): _INDEX,
+    (_METADATA, "ChunkStorageMetadata"): _CHUNK,
+    (_METADATA, "TensorStorageMetadata"): _class(metadata.TensorStorageMetadata),
+    (_METADATA, "BytesStorageMetadata"): _class(metadata.BytesStorageMetadata),
+    (_METADATA, "TensorProperties"): _PROPERTIES,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _ENCODING,
+    (_FORMER, "TensorProperties"): _PROPERTIES,
+    (_FORMER, "MEM_FORMAT_ENCODING"): _ENCODING,
+    (filesystem.__name__, "_StorageInfo"): _INFO,
+    ("torch", "Size"): _SIZE,
+    ("torch.serialization", "_get_layout"): _function(_layout),
+    ("collections", "OrderedDict"): _function(lambda: OrderedDict()),
+    ("_operator", "getitem"): _GETITEM,
+    ("builtins", "range"): _function(_range),
+    ("builtins", "map"): _function(lambda function, *values: _Lazy.joined(partial(map, _CALLABLES[function]), values)),
+    ("builtins", "zip"): _function(lambda *values: _Lazy.joined(zip, values)),
+    ("itertools", "chain"): _function(lambda *values: _Lazy.joined(itertools.chain, values, sum)),
+    ("itertools", "repeat"): _function(_repeat),
+    ("_struct", "iter_unpack"): _function(_iter_unpack),
+    **{
+        ("pathlib", name): _function(_path) for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+    **{("pathlib._local", name): _function(_path) for name in ("PosixPath", "WindowsPath")},
+}
+if hasattr(metadata, "StorageMeta"):  # since torch 2.3
+    _STAND_INS[_METADATA, "StorageMeta"] = _class(metadata.StorageMeta)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Gives a pickle the stand-ins. Those that make many objects know how many there may be."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        left = _OBJECTS + _OBJECTS_PER_BYTE * len(content)
+
+        def spend(count: int) -> None:
+            nonlocal left
+            left -= count
+            if left < 0:
+                raise pickle.UnpicklingError("it would make more objects than a file of its size has use for")
+
+        def make(kind: Callable[..., Any], values: Any) -> Any:
+            lazy = _Lazy.of(values)
+            spend(lazy.count + lazy.cost)
+            return kind(lazy.iterate())
+
+        def unpack(code: Any, data: Any) -> Any:
+            spend(_numbers(code, data))
+            return struct.unpack(code, data)
+
+        self._counting = {
+            ("builtins", "list"): _function(partial(make, list)),
+            ("builtins", "dict"): _function(partial(make, dict)),
+            ("_struct", "unpack"): _function(unpack),
+        }
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._counting.get((module, name)) or _STAND_INS.get((module, name))
+        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            found = getattr(torch, name)
+        if found is None:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no metadata have")
+        return found

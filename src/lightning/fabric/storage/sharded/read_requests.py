@@ -1,0 +1,309 @@
+"""What the items of a load plan need of the files of a sharded checkpoint, and what becomes of it."""
+
+import heapq
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from lightning.fabric.storage.archives.load import load_bytes
+from lightning.fabric.storage.sharded.byte_ranges import REQUEST, Box, Region
+from lightning.fabric.storage.sharded.checksums import BLOCK, Record
+
+#: From how many bytes on a run is read into a target's own memory. A smaller one shares its request with its
+#: neighbours, and is copied.
+_DIRECT = 4 * 2**20
+#: How large an object that is no tensor may be that an extension of torch has compressed, and what a tensor has beside
+#: its bytes.
+_OBJECT = 128 * 2**20
+_AROUND = 2**20
+
+
+class Damaged(Exception):
+    """What the metadata say of a tensor cannot be; the text says in what way."""
+
+
+class Unloadable(Exception):
+    """Torch finds no tensor in a record; the text names it and says why."""
+
+
+@dataclass
+class Need:
+    """Bytes of a file, and what to do with them.
+
+    Args:
+        start: Of the first byte in the file.
+        stop: Of the one after the last.
+        name: Of the tensor or object that they belong to.
+        done: What to call with them in the planner's thread, or with nothing if they were read into ``into``. Returns
+            how many bytes of memory it lets go.
+        checks: The blocks among them, each with its start and stop in the file, the checksum to go on from and the one
+            to reach. None, or None to reach, if there are no checksums.
+        into: Where to read them, if not into memory that they share with their neighbours.
+        cost: Bytes of memory that were taken for them.
+    """
+
+    start: int
+    stop: int
+    name: str
+    done: Callable[[Tensor | None], int]
+    checks: Sequence[tuple[int, int, int, int | None]] = ()
+    into: memoryview | None = None
+    cost: int = 0
+
+
+class Place(NamedTuple):
+    """Where an item's bytes are: its record in the file, which is an archive without checksums if it is None."""
+
+    offset: int
+    length: int
+    transforms: Sequence[str]
+    record: Record | None
+
+
+class Needs:
+    """Finds what items need, and hands it to the planner.
+
+    Args:
+        metadata: Of the checkpoint.
+        planner: Is asked for the memory of an item's tensor when its first byte is about to be read, and told as soon
+            as its last one is there.
+    """
+
+    def __init__(self, metadata: Metadata, planner: LoadPlanner) -> None:
+        self._metadata = metadata
+        self._planner = planner
+
+    def of(self, place: Place, items: list[ReadItem]) -> Iterator[Need]:
+        """What the items of one record need, by the first byte."""
+        record = place.record
+        if record is None or not record.is_tensor or place.transforms or items[0].type == LoadItemType.BYTE_IO:
+            return self._of_whole(place, items)
+        return heapq.merge(*(self._of_tensor(record, item) for item in items), key=lambda need: need.start)
+
+    def _of_tensor(self, record: Record, item: ReadItem) -> Iterator[Need]:
+        index = item.storage_index
+        described = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[index.fqn])
+        dtype, shape = described.properties.dtype, _shape_of_chunk(described.chunks, index)
+        if math.prod(shape) * dtype.itemsize != record.nbytes:
+            raise Damaged(f"{index.fqn!r} has {record.nbytes} bytes, which are not {list(shape)} of {dtype}")
+        region = Region(shape, item.storage_offsets, item.lengths, dtype.itemsize)
+        target = self._target(item)
+        if not region.nbytes:
+            self._planner.commit_tensor(item, target)
+            return
+        flat = target
+        if region.is_dense and target.is_contiguous():
+            region, flat = region.flat(), target.reshape(-1)
+        load = _TensorLoad(item, self._planner, target, flat, record, region, dtype)
+        yield from load.needs()
+
+    def _target(self, item: ReadItem) -> Tensor:
+        target = self._planner.resolve_tensor(item).detach()
+        if target.size() != torch.Size(item.lengths):
+            raise ValueError(
+                f"{item.storage_index.fqn!r} is loaded into a tensor of the size {list(target.size())}, but the"
+                f" checkpoint has {list(item.lengths)} for it: is it a checkpoint of this model?"
+            )
+        return target
+
+    def _of_whole(self, place: Place, items: list[ReadItem]) -> Iterator[Need]:
+        """One run of bytes, or pieces of it if it is large, which go into one file in memory."""
+        offset, length = place.offset, place.length
+        name = items[0].storage_index.fqn
+        checks = place.record.blocks() if place.record is not None else []
+
+        def done(data: Tensor | None) -> int:
+            assert data is not None
+            self._deliver(place, items, io.BytesIO(data.numpy().tobytes()))
+            return 0
+
+        if length == 0:
+            self._deliver(place, items, io.BytesIO())
+        elif length < _DIRECT:
+            yield Need(offset, offset + length, name, done, checks)
+        else:
+            file = io.BytesIO(bytes(length))
+            cuts = _cuts(offset, offset + length, [start for start, *_ in checks])
+            views = [file.getbuffer()[start - offset : stop - offset] for start, stop in cuts]
+            left = _Left(length, partial(self._deliver, place, items, file))
+            for (start, stop), view in zip(cuts, views, strict=True):
+                those = [check for check in checks if start <= check[0] < stop]
+                cost = length if start == offset else 0
+                yield Need(start, stop, name, partial(left.done, view, length), those, view, cost)
+
+    def _deliver(self, place: Place, items: list[ReadItem], file: io.BytesIO) -> None:
+        """Hands the bytes of a record to the planner, or the tensor in it."""
+        if items[0].type == LoadItemType.BYTE_IO:
+            for item in items:
+                file.seek(0)
+                self._planner.load_bytes(item, io.BytesIO(_transformed(place, item, file, _OBJECT).getbuffer()))
+            return
+        index = items[0].storage_index
+        described = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[index.fqn])
+        try:
+            shape = _shape_of_chunk(described.chunks, index)
+            most = math.prod(shape) * described.properties.dtype.itemsize + _AROUND
+            saved = load_bytes(_transformed(place, items[0], file, most), "cpu", weights_only=True)
+            if not isinstance(saved, Tensor) or saved.size() != shape:
+                raise ValueError(f"there is no tensor of the size {list(shape)}")
+        except Exception as error:
+            raise Unloadable(f"{index.fqn!r} ({type(error).__name__}: {error})") from error
+        for item in items:
+            part = narrow_tensor_by_index(saved, item.storage_offsets, item.lengths)
+            target = self._target(item)
+            target.copy_(part)
+            self._planner.commit_tensor(item, target)
+
+
+def _shape_of_chunk(chunks: list[ChunkStorageMetadata], index: MetadataIndex) -> torch.Size:
+    if index.index is not None and index.index < len(chunks) and chunks[index.index].offsets == index.offset:
+        return torch.Size(chunks[index.index].sizes)
+    offset = index.offset if index.offset is not None else torch.Size([0] * len(chunks[0].sizes))
+    for chunk in chunks:
+        if chunk.offsets == offset:
+            return torch.Size(chunk.sizes)
+    raise Damaged(f"the metadata have no chunk at {list(offset)} of {index.fqn!r}")
+
+
+@dataclass
+class _Left:
+    """Bytes that have not come yet, and what to do when all have."""
+
+    count: int
+    complete: Callable[[], None]
+
+    def done(self, view: memoryview, cost: int, _: Tensor | None) -> int:
+        self.count -= len(view)
+        view.release()
+        if self.count:
+            return 0
+        self.complete()
+        return cost
+
+
+def _cuts(start: int, stop: int, blocks: list[int]) -> list[tuple[int, int]]:
+    """Pieces of at most the size of a request, which hold whole blocks if there are any."""
+    cuts, first = [], start
+    while first < stop:
+        end = min(first + REQUEST, stop)
+        if end < stop and blocks:
+            end = max(block for block in blocks if first < block <= end)
+        cuts.append((first, end))
+        first = end
+    return cuts
+
+
+def _transformed(place: Place, item: ReadItem, file: io.BytesIO, most: int) -> io.BytesIO:
+    """Undoes what an extension of torch.distributed.checkpoint did to the record, such as compression.
+
+    What comes out is in memory: ``most`` is how many bytes that may be.
+    """
+    if not place.transforms:
+        return file
+    from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
+
+    stream = _StorageReaderTransforms().transform_load_stream(item, place.transforms, file)
+    made = io.BytesIO()
+    while piece := stream.read(_DIRECT):
+        made.write(piece)
+        if made.tell() > most:
+            raise Unloadable(f"{item.storage_index.fqn!r}, which becomes more than {most} bytes")
+    made.seek(0)
+    return made
+
+
+@dataclass
+class _TensorLoad:
+    """A tensor on its way from a part of a record into memory."""
+
+    item: ReadItem
+    planner: LoadPlanner
+    #: What the planner gave.
+    target: Tensor
+    #: The same memory, in the dimensions of the region.
+    shaped: Tensor
+    record: Record
+    region: Region
+    dtype: torch.dtype
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = self.region.nbytes
+        blocks = self.record.blocks()
+        self._blocks = blocks[1 : 1 + -(-self.record.nbytes // BLOCK)]  # after the head
+
+    def needs(self) -> Iterator[Need]:
+        memory = _memory_of(self.shaped) if self.shaped.dtype == self.dtype else None
+        for box in self.region.boxes(unlimited=memory is not None):
+            count = self.region.itemsize * math.prod(box.lengths)
+            if memory is not None and box.stop - box.start == count:
+                at = self.region.itemsize * sum(
+                    offset * stride for offset, stride in zip(box.offsets, self.shaped.stride(), strict=True)
+                )
+                yield from self._of_run(box.start, box.stop, memory[at : at + count])
+            else:
+                yield self._need(box.start, box.stop, partial(self._place_box, box))
+
+    def _of_run(self, start: int, stop: int, memory: "np.ndarray[Any, Any]") -> Iterator[Need]:
+        """Whole blocks go into the memory itself, if they are many; only with whole ones can checksums be verified."""
+        first = -(-start // BLOCK) * BLOCK
+        last = stop if stop == self.record.nbytes else stop // BLOCK * BLOCK
+        if last - first < _DIRECT:
+            yield self._need(start, stop, partial(self._place_run, start, memory))
+            return
+        if start < first:
+            yield self._need(start, first, partial(self._place_run, start, memory[: first - start]))
+        requests = -(-(last - first) // REQUEST)
+        size = -(-(last - first) // (requests * BLOCK)) * BLOCK
+        for at in range(first, last, size):
+            end = min(at + size, last)
+            view = memory[at - start : end - start].data
+            yield self._need(at, end, partial(self._count, end - at), view)
+        if last < stop:
+            yield self._need(last, stop, partial(self._place_run, last, memory[last - start :]))
+
+    def _need(self, start: int, stop: int, done: Callable[..., int], into: memoryview | None = None) -> Need:
+        """Of the blocks in which the tensor's bytes from ``start`` to ``stop`` are."""
+        blocks = self._blocks[start // BLOCK : -(-stop // BLOCK)]
+        return Need(blocks[0][0], blocks[-1][1], self.item.storage_index.fqn, done, blocks, into)
+
+    def _place_run(self, start: int, memory: "np.ndarray[Any, Any]", data: Tensor) -> int:
+        at = start % BLOCK
+        np.copyto(memory, data.numpy()[at : at + len(memory)])  # torch would wake up its threads for a few KiB
+        return self._placed(len(memory))
+
+    def _place_box(self, box: Box, data: Tensor) -> int:
+        at = box.start % BLOCK
+        data = data[at : at + box.stop - box.start]
+        if data.storage_offset() % self.dtype.itemsize:  # no address for an element
+            data = data.clone()
+        saved = data.view(self.dtype).as_strided(box.lengths, self.region.strides)
+        self.shaped[box.slices].copy_(saved)
+        return self._placed(self.region.itemsize * saved.numel())
+
+    def _count(self, count: int, _: Tensor | None) -> int:
+        return self._placed(count)
+
+    def _placed(self, count: int) -> int:
+        self.left -= count
+        if not self.left:
+            self.planner.commit_tensor(self.item, self.target)
+        return 0
+
+
+def _memory_of(tensor: Tensor) -> "np.ndarray[Any, Any] | None":
+    """The bytes of a tensor in host memory, as a view, if they are one run and can be written without the tensor."""
+    is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not is_plain or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return tensor.reshape(-1).view(torch.uint8).numpy()

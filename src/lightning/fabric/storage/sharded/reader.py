@@ -1,0 +1,106 @@
+"""Reads the shards of a checkpoint of torch.distributed.checkpoint, from a store or a local folder."""
+
+import io
+import logging
+import pickle
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.futures import Future
+from typing_extensions import override
+
+from lightning.fabric.storage.archives.load import load_bytes
+from lightning.fabric.storage.collectives.errors import portable, together, unseen_explained
+from lightning.fabric.storage.paths.location import Location, display
+from lightning.fabric.storage.sharded.read_plan import read_plan
+
+log = logging.getLogger(__name__)
+
+
+class ShardReader(StorageReader):
+    """Reads shards that stock PyTorch, stock Lightning or :class:`ShardWriter` wrote.
+
+    Args:
+        location: The checkpoint's folder.
+        metadata: From :func:`~lightning.fabric.storage.sharded.metadata_file.read_metadata`.
+        weights_only: As for :func:`torch.load`, of what is no tensor.
+    """
+
+    def __init__(self, location: Location, metadata: Metadata, weights_only: bool | None = None) -> None:
+        super().__init__()
+        self._location = location
+        self._metadata = metadata
+        self._weights_only = weights_only
+        #: Why this rank failed: what torch raises in the end has been pickled.
+        self.error: BaseException | None = None
+
+    @override
+    def reset(self, checkpoint_id: Any = None) -> None:
+        assert checkpoint_id is None, "a reader belongs to one checkpoint"
+
+    @classmethod
+    @override
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    @override
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @override
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    @override
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        careful = cast(LoadPlanner, _Careful(planner, self._weights_only))  # in all that is asked of it, it is one
+        # all leave this together, for what torch does next is a collective call whose time is limited
+        with together(f"loading {display(self._location)}"):
+            try:
+                with unseen_explained(self._location):
+                    read_plan(self._location, self._metadata, plan, careful)
+            except BaseException as error:
+                self.error = error
+        if self.error is not None:
+            raise portable(self.error) from self.error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class _Careful:
+    """A planner that loads objects as ``weights_only`` says. Torch's own unpickle all that they are given.
+
+    Args:
+        planner: What is given tensors as they are, and objects pickled anew.
+        weights_only: As for :func:`torch.load`.
+    """
+
+    def __init__(self, planner: LoadPlanner, weights_only: bool | None) -> None:
+        self._planner = planner
+        self._weights_only = weights_only
+        self.resolve_tensor = planner.resolve_tensor
+        self.commit_tensor = planner.commit_tensor
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        if self._weights_only is not False:
+            name = read_item.storage_index.fqn
+            try:
+                loaded = load_bytes(value, weights_only=self._weights_only)
+            except pickle.UnpicklingError as error:
+                advice = "If you trust the author of the checkpoint, load it with `weights_only=False`"
+                raise pickle.UnpicklingError(f"Could not load {name!r}. {advice}: {error}") from error
+            value = io.BytesIO()
+            torch.save(loaded, value)
+            value.seek(0)
+        self._planner.load_bytes(read_item, value)

@@ -1,0 +1,80 @@
+"""Writes the records of a shard, with their checksums, in host memory that does not grow with them."""
+
+import io
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning.fabric.storage.archives.archive_writer import Archive, TensorStub
+from lightning.fabric.storage.archives.save import write_object
+from lightning.fabric.storage.archives.tensor_bytes import host_pieces, is_plain
+from lightning.fabric.storage.sharded.checksums import Checksums, Record
+from lightning.fabric.storage.transport.sink import Sink
+
+
+class RecordWriter:
+    """Appends records to a file, whose ``idle`` is called at least for every 16 MiB.
+
+    Args:
+        file: A file of :func:`~lightning.fabric.storage.transport.open.open_writer`.
+    """
+
+    def __init__(self, file: Sink) -> None:
+        self._file = file
+
+    def write(self, data: Tensor | io.BytesIO) -> Record:
+        """Appends what torch.distributed.checkpoint's planner gives for one item.
+
+        A tensor's memory must not change before the file is complete.
+        """
+        if isinstance(data, io.BytesIO):
+            return self._write_bytes(data.getbuffer())
+        if is_plain(data):
+            return self._write_tensor(data.detach())
+        return self.write_object(data.detach().cpu())
+
+    def write_object(self, obj: Any) -> Record:
+        """Appends what ``torch.save`` makes of ``obj``."""
+        offset = self._file.tell()
+        checked = _Checked(self._file)
+        write_object(obj, checked)
+        return checked.checksums.record(offset)
+
+    def _write_bytes(self, data: memoryview) -> Record:
+        offset, checksums = self._file.tell(), Checksums()
+        checksums.update(data)
+        self._file.write(data)
+        self._file.idle()
+        return checksums.record(offset)
+
+    def _write_tensor(self, tensor: Tensor) -> Record:
+        """An archive of the tensor, as ``torch.save`` would write one."""
+        offset, checksums, archive = self._file.tell(), Checksums(), Archive()
+        head = archive.start(TensorStub(tensor.dtype, tuple(tensor.shape))) + archive.tensor_starts()
+        self._file.write(head)
+        for piece in host_pieces(tensor):
+            checksums.update(piece)
+            self._file.give(piece)
+            self._file.idle()
+        tail = archive.tensor_ends(checksums.crc) + archive.end()
+        self._file.write(tail)
+        return checksums.record(offset, head, tail)
+
+
+class _Checked(Sink):
+    """Passes on what is written, and computes its checksums."""
+
+    def __init__(self, file: Sink) -> None:
+        super().__init__(file)
+        self.checksums = Checksums()
+
+    def announce(self, storage: torch.UntypedStorage) -> None:
+        self._file.announce(storage)
+
+    def write(self, data: Any) -> int:
+        with memoryview(data) as view, view.cast("B") as whole:
+            self.checksums.update(whole)
+            self._position += len(whole)
+        self._file.idle()
+        return cast(int, self._file.write(data))

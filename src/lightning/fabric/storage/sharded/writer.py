@@ -1,0 +1,227 @@
+"""Writes the shards of a checkpoint of torch.distributed.checkpoint, straight to a store or a local folder."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, SavePlan
+
+from lightning.fabric.storage.archives.tensor_bytes import is_plain, memory_of
+from lightning.fabric.storage.collectives.coordinator import Meeting
+from lightning.fabric.storage.collectives.errors import PeerFailed, Peers
+from lightning.fabric.storage.paths.filesystem import is_file, shares_names
+from lightning.fabric.storage.paths.location import Location, beside, display, join
+from lightning.fabric.storage.paths.remove import remove_file, remove_if_empty
+from lightning.fabric.storage.paths.replace import remove_leftovers, replace_by_folder
+from lightning.fabric.storage.save_report import count_bytes, stage
+from lightning.fabric.storage.sharded import metadata_file
+from lightning.fabric.storage.sharded.checksums import FileRecords, Record
+from lightning.fabric.storage.sharded.global_plan import Joint
+from lightning.fabric.storage.sharded.record_writer import RecordWriter
+from lightning.fabric.storage.sharded.save_planner import Plans, Shard, size_of
+from lightning.fabric.storage.transport.open import open_writer
+from lightning.fabric.storage.transport.sink import Sink
+
+log = logging.getLogger(__name__)
+
+#: What an archive has beside its tensor, at most, unless the tensor has very many dimensions.
+_ARCHIVE_EXTRA = 1024
+
+
+@dataclasses.dataclass
+class _Assignment:
+    """What rank zero tells each rank of a save."""
+
+    save: str
+    #: What is added to the name of the checkpoint's folder until the folder can take the place of a file.
+    suffix: str
+    #: Whether the save makes that folder, on a local disk.
+    makes_folder: bool
+
+
+class Report(NamedTuple):
+    """What a rank tells of what it has written.
+
+    Attributes:
+        files: By name.
+        records: Of each item of its plan, the number of its record in the rank's shard. None if each has a record of
+            its own, in their order: rank zero of many ranks has much to do already.
+    """
+
+    files: dict[str, FileRecords]
+    records: NDArray[np.int32] | None = None
+
+
+class ShardWriter:
+    """Writes one shard a rank, straight from the tensors' memory to the store.
+
+    The files of every save have names of their own, so that overwriting a checkpoint in place leaves the old ones alone
+    until ``.metadata`` makes the new ones the checkpoint. Then rank zero removes the old ones.
+
+    Args:
+        location: The checkpoint's folder.
+        meeting: Of all ranks.
+    """
+
+    def __init__(self, location: Location, meeting: Meeting) -> None:
+        self._location = location
+        self._meeting = meeting
+        self._assignment: _Assignment
+        #: Files that are complete.
+        self._written: list[Location] = []
+        self._peers: Peers | None = None
+        #: Of all ranks; on rank zero.
+        self._reports: list[Report] = []
+
+    def save(self, look: Callable[[], Shard], plans: Plans) -> None:
+        """Saves what this rank has of a state; a collective call.
+
+        Args:
+            look: Returns what it has. If that fails, it fails the save of all ranks.
+            plans: What the ranks have agreed upon before.
+
+        Raises:
+            CheckpointException: A rank has failed. If that was before the commit, what this rank has written is gone.
+        """
+        meeting = self._meeting
+        shards: list[Shard] = []
+        is_committing = False
+
+        def plan_own() -> SavePlan:
+            shards.append(look())
+            return shards[0].plan
+
+        try:
+            with stage("plan"):
+                plan, joint = plans.agree(plan_own, meeting)
+                self._assignment = meeting.hold("save", lambda: None, lambda said: [self._assign()] * len(said))
+            with stage("upload"):
+                meeting.hold("save", lambda: self._write(shards[0], plan), self._take_reports)
+            with stage("commit"):
+                is_committing = True
+                meeting.hold("save", lambda: None, lambda said: self._commit(joint, shards[0].meta, len(said)))
+        except BaseException as error:
+            # what a meeting raises, all ranks raise; else one must have told that it failed
+            if not is_committing and (isinstance(error, CheckpointException) or self._has_one_failed()):
+                self._discard()
+            raise
+
+    def _assign(self) -> _Assignment:
+        save = metadata_file.new_save()
+        in_the_way = not shares_names(self._location) and is_file(self._location)
+        is_free = isinstance(self._location, Path) and not self._location.exists()
+        return _Assignment(save, f".{save}.new" if in_the_way else "", in_the_way or is_free)
+
+    def _write(self, shard: Shard, plan: SavePlan) -> Report:
+        save, folder = self._assignment.save, self._folder
+        self._peers = Peers(save)
+        files: dict[str, FileRecords] = {}
+        numbers = None
+        try:
+            if plan.items:
+                name = metadata_file.shard_name(save, self._meeting.rank)
+                with self._open(join(folder, name)) as file:
+                    records, numbers = _write_items(shard, plan, file)
+                files[name] = FileRecords.of(records)
+            if shard.meta is not None:
+                name = metadata_file.meta_name(save)
+                with self._open(join(folder, name)) as file:
+                    files[name] = FileRecords.of([RecordWriter(file).write_object(shard.meta)])
+        except BaseException:
+            self._peers.tell_of_failure()
+            raise
+        return Report(files, numbers)
+
+    def _take_reports(self, reports: list[Report]) -> list[None]:
+        self._reports = reports
+        others = {name: file for report in reports[1:] for name, file in report.files.items()}
+        if others:
+            metadata_file.await_files(self._folder, others)
+        count_bytes(sum(file.size for file in others.values()))
+        return [None] * len(reports)
+
+    def _commit(self, joint: Joint | None, meta: Any, world_size: int) -> list[None]:
+        assert joint is not None, "rank zero has it"
+        save, folder = self._assignment.save, self._folder
+        names = [metadata_file.shard_name(save, rank) for rank in range(world_size)]
+        written = [
+            report.files[name].places[... if report.records is None else report.records]
+            for name, report in zip(names, self._reports, strict=True)
+            if name in report.files
+        ]
+        metadata = joint.metadata(names, written)
+        files = {name: file for report in self._reports for name, file in report.files.items()}
+        metadata_file.describe(metadata, metadata_file.meta_name(save) if meta is not None else None, files)
+        metadata_file.write_metadata(folder, metadata)
+        if folder is not self._location:
+            replace_by_folder(folder, self._location)
+        if meta is not None:  # last, for the checkpoint is in its place without it
+            metadata_file.write_stock_meta(self._location, meta)
+        metadata_file.clean_up(self._location, metadata)
+        remove_leftovers(self._location)
+        return [None] * world_size
+
+    def _has_one_failed(self) -> bool:
+        try:
+            return self._peers is not None and self._peers.has_one_failed()
+        except PeerFailed as error:
+            log.warning(f"Whether {display(self._location)} was saved is not known here: {error}")
+            return False
+
+    def _discard(self) -> None:
+        """Removes what this rank wrote, and the folder with the last of all files."""
+        if self._peers is None:  # nothing has been begun
+            return
+        try:
+            for place in self._written:
+                remove_file(place)
+            if self._assignment.makes_folder and isinstance(self._folder, Path):
+                remove_if_empty(self._folder)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {display(str(error))}"
+            log.warning(f"Could not remove what a save that failed has left in {display(self._location)} ({reason})")
+
+    @contextmanager
+    def _open(self, location: Location) -> Iterator[Sink]:
+        assert self._peers is not None
+        with open_writer(location, lean=True, files=self._meeting.world_size) as file:
+            file.idle = self._peers.look
+            file.disposable = True  # only the metadata of a complete checkpoint names it
+            yield file
+        self._written.append(location)
+
+    @property
+    def _folder(self) -> Location:
+        suffix = self._assignment.suffix
+        return beside(self._location, suffix) if suffix else self._location
+
+
+def _write_items(shard: Shard, plan: SavePlan, file: Sink) -> tuple[list[Record], NDArray[np.int32] | None]:
+    """Writes what has several names once.
+
+    Returns:
+        The records, and which of them each item has, as in :class:`Report`.
+    """
+    # all of them first: what is alive has memory of its own
+    tensors = [shard.resolve(item) if item.tensor_data is not None else None for item in plan.items]
+    known: dict[Hashable, int] = {}
+    numbers: list[int] = []
+    firsts: list[int] = []
+    for at, tensor in enumerate(tensors):
+        key = memory_of(tensor) if isinstance(tensor, Tensor) and is_plain(tensor) else at
+        numbers.append(known.setdefault(key, len(firsts)))
+        if numbers[-1] == len(firsts):
+            firsts.append(at)
+    file.expect(sum(size_of(plan.items[at]) + _ARCHIVE_EXTRA for at in firsts))
+    writer = RecordWriter(file)
+    records = []
+    for at in firsts:
+        tensor = tensors[at]
+        records.append(writer.write(shard.resolve(plan.items[at]) if tensor is None else tensor))
+    return records, np.array(numbers, np.int32) if len(firsts) < len(numbers) else None

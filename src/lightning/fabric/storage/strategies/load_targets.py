@@ -1,0 +1,155 @@
+"""What a checkpoint is loaded into: what the model has, where the checkpoint fits into that, else what it needs.
+
+torch.distributed.checkpoint loads into the tensors that there are. A module may have others than when it was saved: a
+buffer that has grown, a list of tensors, an optimizer's state that does not exist yet.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning.fabric.storage.sharded.describable import is_distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import Metadata
+
+#: What wrappers of modules call these.
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+#: Where an object is loaded to.
+_OBJECT = None
+
+
+def clean_name(name: str) -> str:
+    """The name of a parameter, buffer or module without what wrappers add to it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def entries_of(metadata: "Metadata", key: str) -> dict[tuple[Any, ...], Any]:
+    """What a checkpoint has below a key: the names and numbers that lead to each thing, and what that is."""
+    described = metadata.state_dict_metadata
+    paths = metadata.planner_data or {}
+    return {paths[name][1:]: thing for name, thing in described.items() if name in paths and paths[name][0] == key}
+
+
+def fit_module_state(state: dict[str, Any], entries: Mapping[tuple[Any, ...], Any], module: nn.Module) -> None:
+    """Makes room in a module's state for what the checkpoint has of it.
+
+    Args:
+        state: By name; what cannot take what the checkpoint has of that name is replaced.
+        entries: From :func:`entries_of`.
+        module: Gets what it has not now, if it looks itself what there is to load.
+    """
+    by_name: dict[str, dict[tuple[Any, ...], Any]] = {}
+    for path, thing in entries.items():
+        by_name.setdefault(path[0], {})[path] = thing
+    parts = parts_of(module)
+    for name, things in by_name.items():
+        if name in state:
+            if not _fits(state[name], name, things):
+                state[name] = _room(things, state[name])
+        elif looks_itself(parts, name):
+            state[name] = _room(things, None)
+
+
+def _fits(own: Any, name: str, things: Mapping[tuple[Any, ...], Any]) -> bool:
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    flat, paths = flatten_state_dict({name: own})
+    return {paths[key]: None for key in flat}.keys() == things.keys() and all(
+        _takes(value, things[paths[key]]) for key, value in flat.items()
+    )
+
+
+def _takes(own: Any, thing: Any) -> bool:
+    """Whether a value can be loaded into; a distributed tensor of another size is an error, which torch explains."""
+    size = getattr(thing, "size", None)
+    if size is None or not isinstance(own, Tensor):
+        return size is None and not isinstance(own, Tensor)
+    if is_distributed(own):
+        return True
+    return is_writable(own) and own.size() == size
+
+
+def _room(things: Mapping[tuple[Any, ...], Any], own: Any) -> Any:
+    from torch.distributed.checkpoint._nested_dict import set_element
+
+    device = own.device if isinstance(own, Tensor) and not own.is_meta else torch.device("cpu")
+    holder: dict[str, Any] = {}
+    for path, thing in things.items():
+        is_tensor = hasattr(thing, "size")
+        room = torch.empty(thing.size, dtype=thing.properties.dtype, device=device) if is_tensor else _OBJECT
+        set_element(holder, ("value", *path[1:]), room)
+    return holder["value"]
+
+
+def parts_of(module: nn.Module) -> dict[str, nn.Module]:
+    """All modules in a module, by the names that they have in checkpoints."""
+    return {clean_name(path): part for path, part in module.named_modules()}
+
+
+def looks_itself(parts: Mapping[str, nn.Module], name: str) -> bool:
+    """Whether a part of a module may load a tensor that it does not have now, such as a buffer that comes later."""
+    owner, _, own = name.rpartition(".")
+    part = parts.get(owner)
+    if part is None:
+        return False
+    return own in part._buffers or type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor has a size, and an address for each value."""
+    return not tensor.is_nested and tensor.layout == torch.strided and not tensor.is_quantized
+
+
+def is_writable(tensor: Tensor) -> bool:
+    """Whether values can be written into a tensor, none of which is another one, too."""
+    is_addressed = not is_lazy(tensor) and not tensor.is_nested and tensor.layout == torch.strided
+    return is_addressed and torch._debug_has_internal_overlap(tensor) != 1
+
+
+def replace_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Replaces the buffers of a module into which nothing can be copied, before it loads what there is for them.
+
+    Args:
+        module: The module.
+        state: What it is about to load, by name.
+    """
+    for path, part in parts_of(module).items():
+        for own, buffer in part._buffers.items():
+            value = state.get(f"{path}.{own}" if path else own)
+            if isinstance(value, Tensor) and buffer is not None and not _is_copied(buffer):
+                part._buffers[own] = value.detach().clone().to(buffer.device)
+
+
+def _is_copied(buffer: Tensor) -> bool:
+    return is_distributed(buffer) or buffer.layout == torch.sparse_coo or is_writable(buffer)
+
+
+def refuse_unloadable(module: nn.Module) -> None:
+    """Raises if a module has a buffer that would be saved, but could not be loaded.
+
+    Args:
+        module: The module.
+
+    Raises:
+        ValueError: It has; the message names it.
+    """
+    for path, part in parts_of(module).items():
+        for own in part._buffers.keys() - part._non_persistent_buffers_set:
+            buffer = part._buffers[own]
+            name = f"{path}.{own}" if path else own
+            if buffer is None:
+                continue
+            if buffer.is_nested:
+                raise ValueError(
+                    f"The buffer {name!r} is a nested tensor, which a module cannot load. Register its `values()` and"
+                    " `offsets()`, or make it non-persistent."
+                )
+            if buffer.is_meta:
+                raise ValueError(
+                    f"The buffer {name!r} is on the meta device, so that there is nothing to save of it. Give it"
+                    " values, or make it non-persistent."
+                )

@@ -1,0 +1,296 @@
+"""Makes one file for ``torch.load`` of a sharded checkpoint, in host memory that does not grow with it.
+
+What is no tensor is loaded first, and pickled with stubs in the place of the tensors. Then the tensors are read in
+pieces, in the order in which they are written. While one batch of pieces is written, the next is read.
+"""
+
+import io
+import logging
+import math
+import pickle
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from typing_extensions import override
+
+from lightning.fabric.storage.archives.archive_writer import Archive, TensorStub
+from lightning.fabric.storage.archives.load import load_bytes
+from lightning.fabric.storage.paths.location import Location, display
+from lightning.fabric.storage.save_report import timed
+from lightning.fabric.storage.sharded import metadata_file
+from lightning.fabric.storage.sharded.metadata_check import contradictions
+from lightning.fabric.storage.sharded.read_plan import read_plan
+from lightning.fabric.storage.transport.open import open_writer
+from lightning.fabric.storage.transport.sink import Sink
+from lightning.fabric.storage.transport.threads import in_thread
+
+log = logging.getLogger(__name__)
+
+#: Bytes of tensors that are read at a time. Two such batches are in memory, unless one tensor is larger.
+_BATCH = 64 * 2**20
+#: Of each tensor in the memory of a batch.
+_ALIGNMENT = 64
+#: What an archive has beside each tensor's bytes, about.
+_EXTRA = 256
+#: What every checkpoint of the Trainer has beside model and optimizer.
+_OF_TRAINER = "pytorch-lightning_version"
+
+
+def consolidate(folder: Location, output: Location) -> None:
+    """Writes a sharded checkpoint as one file, whole or not at all.
+
+    The file holds what stock Lightning makes of the same checkpoint: the nested dictionaries that were saved, with
+    every tensor whole, and beside them what ``meta.pt`` holds; and the empty state of optimizers without one. That of
+    a checkpoint of the Trainer has the names of :func:`as_one_of_trainer`.
+
+    Args:
+        folder: The checkpoint's.
+        output: The file's place.
+
+    Raises:
+        FileNotFoundError: There is no complete checkpoint.
+        OSError: The checkpoint could not be read or is damaged, or the file could not be written.
+        RuntimeError: The checkpoint has something beside tensors that cannot be loaded, or is not safe to load.
+    """
+    metadata, _ = metadata_file.read_metadata(folder)
+    for wrong in contradictions(metadata):
+        raise OSError(f"{display(folder)} is damaged: its .metadata {wrong}. Load another checkpoint.")
+    names: dict[TensorStub, str] = {}
+    checkpoint = _without_tensors(folder, metadata, names)
+    meta = _meta(folder, metadata)
+    if _OF_TRAINER in meta:  # which may have names of the user's that are those of the shards
+        checkpoint = as_one_of_trainer(checkpoint)
+    checkpoint.update(meta)
+    log.info(f"Consolidating {display(folder)}, a checkpoint of {'the Trainer' if _OF_TRAINER in meta else 'Fabric'}")
+    with timed("Consolidated", output) as transfer:
+        with open_writer(output, lean=True) as file:
+            _write(checkpoint, _Tensors(folder, metadata, names), file)
+        transfer.size = file.tell()
+    log.info(f"Saved {display(output)} ({transfer.size / 2**20:.1f} MiB)")
+
+
+def as_one_of_trainer(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Names what the Trainer's shards hold as its checkpoints of one file do: FSDP and ModelParallel name it otherwise.
+
+    Args:
+        checkpoint: What was in the shards.
+    """
+    found = {int(match[1]): name for name in checkpoint if (match := re.fullmatch("optimizer_([0-9]+)", name))}
+    result = {"state_dict" if name == "model" else name: value for name, value in checkpoint.items()}
+    optimizers = [result.pop(name) for _, name in sorted(found.items())]
+    return {**result, "optimizer_states": optimizers} if optimizers else result
+
+
+def _write(checkpoint: dict[str, Any], tensors: "_Tensors", file: Sink) -> None:
+    archive = Archive()
+    head = archive.start(checkpoint)
+    sizes = [stub.nbytes if isinstance(stub, TensorStub) else stub.nbytes() for stub in archive.contents]
+    file.expect(len(head) + sum(sizes) + _EXTRA * len(sizes))
+    file.write(head)
+    pieces = tensors.read([content for content in archive.contents if isinstance(content, TensorStub)])
+    for content, size in zip(archive.contents, sizes, strict=True):
+        file.write(archive.tensor_starts())
+        crc = written = 0
+        while written < size:
+            piece = next(pieces) if isinstance(content, TensorStub) else _whole(content)
+            data = piece.reshape(-1).view(torch.uint8).numpy().data
+            crc = zlib.crc32(data, crc)
+            file.write(data)
+            written += len(data)
+        file.write(archive.tensor_ends(crc))
+    file.write(archive.end())
+
+
+def _whole(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+
+def _without_tensors(folder: Location, metadata: Metadata, names: dict[TensorStub, str]) -> dict[str, Any]:
+    """What the shards hold, nested as it was, with stubs for tensors, whose names are put into ``names``."""
+    planner, plan, nothing = _Planner(), LoadPlan([]), torch.Size((0,))
+    for name, described in metadata.state_dict_metadata.items():
+        if not isinstance(described, TensorStorageMetadata):
+            index = MetadataIndex(name)
+            plan.items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
+    read_plan(folder, metadata, plan, planner)
+    nested: dict[str, Any] = {}
+    paths = metadata.planner_data or {}
+    places = _places(metadata)
+    stubs: dict[Hashable, TensorStub] = {}
+    for name, described in metadata.state_dict_metadata.items():
+        if isinstance(described, TensorStorageMetadata):
+            stub = TensorStub(described.properties.dtype, tuple(described.size))
+            value: Any = stubs.setdefault(
+                (places.get(name), stub.dtype, stub.shape), stub
+            )  # one for those that are tied
+            names[value] = name
+        else:
+            value = planner.objects[name]
+        try:
+            set_element(nested, paths.get(name, (name,)), value)
+        except (TypeError, AttributeError, IndexError) as error:  # something else is on the way to it
+            raise OSError(f"{display(folder)} is damaged: there is no place for {name!r}") from error
+    return {name: _with_state(value) for name, value in nested.items()}
+
+
+def _with_state(value: Any) -> Any:
+    """An optimizer that has no state yet, or never has any, is loaded with an empty one only; shards have none."""
+    is_without = isinstance(value, dict) and "param_groups" in value and "state" not in value
+    return {"state": {}, **value} if is_without else value
+
+
+def _places(metadata: Metadata) -> dict[str, frozenset[Any]]:
+    """Where the parts of each tensor or object are, by name."""
+    places: dict[str, set[Any]] = defaultdict(set)
+    for index, info in metadata.storage_data.items():
+        places[index.fqn].add((index.offset, info.relative_path, info.offset))
+    return {name: frozenset(of_name) for name, of_name in places.items()}
+
+
+def _meta(folder: Location, metadata: Metadata) -> dict[str, Any]:
+    content = metadata_file.read_meta(folder, metadata)
+    if content is None:
+        return {}
+    return dict(_load(io.BytesIO(content), f"What {display(folder)} has beside model and optimizer"))
+
+
+def _load(content: io.BytesIO, what: str) -> Any:
+    try:
+        return load_bytes(content, "cpu")
+    except Exception as error:
+        advice = ""
+        if isinstance(error, pickle.UnpicklingError):
+            advice = " If you trust its author, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment."
+        raise RuntimeError(f"{what} cannot be loaded here:{advice} {type(error).__name__}: {error}") from error
+
+
+class _Planner(DefaultLoadPlanner):
+    """Gives :func:`read_plan` the memory for pieces of tensors, and keeps the other objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[MetadataIndex, Tensor] = {}
+        self.objects: dict[str, Any] = {}
+
+    @override
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.tensors[index]
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        self.objects[name] = _load(value, repr(name))
+
+
+class _Piece(NamedTuple):
+    """Consecutive rows of a tensor."""
+
+    name: str
+    described: TensorStorageMetadata
+    chunk: ChunkStorageMetadata
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.chunk.sizes) * self.described.properties.dtype.itemsize
+
+    @property
+    def room(self) -> int:
+        """Bytes that it takes in the memory of its batch."""
+        return self.nbytes + -self.nbytes % _ALIGNMENT
+
+
+class _Tensors:
+    """Reads a checkpoint's tensors.
+
+    Args:
+        folder: The checkpoint's.
+        metadata: Of the checkpoint.
+        names: What the tensors are called in the checkpoint.
+    """
+
+    def __init__(self, folder: Location, metadata: Metadata, names: dict[TensorStub, str]) -> None:
+        self._folder = folder
+        self._metadata = metadata
+        self._names = names
+        # of a record without checksums the reader reads all, whatever part of it is asked for
+        self._rows_alone = getattr(metadata, "lightning", None) is not None
+        # used again and again, for an allocator may keep for itself what it is given back
+        self._memory = [torch.empty(_BATCH, dtype=torch.uint8, device="cpu") for _ in range(2)]
+
+    def read(self, stubs: list[TensorStub]) -> Iterator[Tensor]:
+        """The tensors' values, in pieces of which each follows on the one before it; nothing of an empty tensor.
+
+        A piece is valid until the next one is asked for.
+        """
+        batches = _batches(piece for stub in stubs for piece in self._pieces(self._names[stub]))
+        current = self._begin(next(batches, None))
+        while current is not None:
+            wait([current])  # in which the waiting thread can be interrupted
+            tensors = current.result()
+            current = self._begin(next(batches, None))
+            yield from tensors
+
+    def _pieces(self, name: str) -> Iterator[_Piece]:
+        described = self._metadata.state_dict_metadata[name]
+        assert isinstance(described, TensorStorageMetadata)
+        size = described.size
+        whole = _Piece(name, described, ChunkStorageMetadata(torch.Size([0] * len(size)), size))
+        if whole.nbytes <= _BATCH or not self._rows_alone:
+            if whole.nbytes:
+                yield whole
+            return
+        step = max(1, _BATCH * size[0] // whole.nbytes)
+        for row in range(0, size[0], step):
+            offsets, rows = torch.Size([row] + [0] * (len(size) - 1)), min(step, size[0] - row)
+            yield _Piece(name, described, ChunkStorageMetadata(offsets, torch.Size([rows, *size[1:]])))
+
+    def _begin(self, batch: list[_Piece] | None) -> "Future[list[Tensor]] | None":
+        if batch is None:
+            return None
+        self._memory.reverse()
+        room = sum(piece.room for piece in batch)
+        memory = self._memory[0] if room <= _BATCH else torch.empty(room, dtype=torch.uint8, device="cpu")
+        return in_thread("checkpoint-consolidate", self._read_batch, batch, memory)
+
+    def _read_batch(self, batch: list[_Piece], memory: Tensor) -> list[Tensor]:
+        planner, plan, tensors = _Planner(), LoadPlan([]), []
+        at = 0
+        for piece in batch:
+            name, described, chunk = piece
+            items = create_read_items_for_chunk_list(name, described, [chunk])
+            tensor = memory[at : at + piece.nbytes].view(described.properties.dtype).view(chunk.sizes)
+            at += piece.room
+            planner.tensors[MetadataIndex(name, chunk.offsets)] = tensor
+            plan.items.extend(items)
+            tensors.append(tensor)
+        read_plan(self._folder, self._metadata, plan, planner)
+        return tensors
+
+
+def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
+    size = 0
+    for piece in pieces:
+        if batch and size + piece.room > _BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += piece.room
+    if batch:
+        yield batch

@@ -1,0 +1,81 @@
+"""A checkpoint under a second name."""
+
+import os
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+
+from lightning.fabric.storage.paths.filesystem import is_file, kind, shares_names, sizes_of_files
+from lightning.fabric.storage.paths.layout import MARKS, METADATA
+from lightning.fabric.storage.paths.location import Location, beside, join, locate
+from lightning.fabric.storage.paths.remove import remove_file, remove_folder, remove_names
+from lightning.fabric.storage.paths.replace import remove_leftovers, replace_by_folder
+from lightning.fabric.storage.save_report import timed
+from lightning.fabric.storage.transport.errors import questions_named
+from lightning.fabric.storage.transport.server_side_copy import copy_file
+
+_FILES_AT_A_TIME = 4
+
+
+def duplicate(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Makes what is at ``target`` a copy of the checkpoint at ``source``, a file or a folder of shards.
+
+    What was at ``target`` stays until the copy is whole: files of shards have names of their own, and ``.metadata``,
+    which is copied after them, makes them the checkpoint. Then what is left of the one before is removed.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint at ``source``.
+        OSError: It could not be copied.
+    """
+    place, copy = locate(source), locate(target)
+    with timed("Copied", copy):
+        if kind(place) == "directory" or (shares_names(place) and METADATA in sizes_of_files(place)):
+            _copy_folder(place, copy)
+        else:
+            copy_file(place, copy)
+            if shares_names(copy):
+                with questions_named(copy, "remove"):
+                    remove_folder(copy)
+        remove_leftovers(copy)
+
+
+def _copy_folder(source: Location, target: Location) -> None:
+    names = list(sizes_of_files(source))
+    in_the_way = not shares_names(target) and is_file(target)
+    folder = beside(target, f".{secrets.token_hex(6)}.new") if in_the_way else target
+    before = {} if in_the_way else sizes_of_files(target)
+    shards = [name for name in names if name not in MARKS]
+    if not before.keys().isdisjoint(shards):  # not ours, which have other names each time: no checkpoint may mix them
+        with questions_named(folder, "remove"):
+            remove_names(folder, [name for name in MARKS if name in before])
+    tried = 0
+    try:
+        _copy_files(source, folder, shards)
+        for mark in [mark for mark in MARKS if mark in names]:  # in this order: the first one makes it a checkpoint
+            tried += 1
+            copy_file(join(source, mark), join(folder, mark))
+    except BaseException as error:
+        if in_the_way:
+            remove_folder(folder)
+        elif tried == 0 or (tried == 1 and isinstance(error, PermissionError)):
+            # else .metadata may name them, be it only when a request ends that nobody waits for any more
+            remove_names(folder, [name for name in sizes_of_files(folder) if name not in before and name in shards])
+        raise
+    if in_the_way:
+        replace_by_folder(folder, target)
+        return
+    with questions_named(target, "remove"):
+        remove_names(target, [name for name in before if name not in names])
+        if shares_names(target):
+            remove_file(target)
+
+
+def _copy_files(source: Location, folder: Location, names: list[str]) -> None:
+    def copy(name: str) -> None:
+        copy_file(join(source, name), join(folder, name))
+
+    if not shares_names(folder):  # its client may have one connection, which threads cannot share
+        for name in names:
+            copy(name)
+        return
+    with ThreadPoolExecutor(_FILES_AT_A_TIME) as threads:
+        list(threads.map(copy, names))  # list() raises what a thread has raised

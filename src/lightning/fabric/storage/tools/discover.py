@@ -1,0 +1,241 @@
+"""Which checkpoints a run may go on from, where it is Lightning that chooses: none that is incomplete."""
+
+import os
+import re
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from lightning.fabric.storage.archives.load import ARCHIVE
+from lightning.fabric.storage.paths.filesystem import filesystem, infos_inside, is_file, kind, list_names, modified
+from lightning.fabric.storage.paths.layout import METADATA, SHARD_FOLDER_PART, is_shard_folder
+from lightning.fabric.storage.paths.location import Location, display, join, locate
+from lightning.fabric.storage.sharded.metadata_file import read_metadata
+from lightning.fabric.storage.transport.errors import questions_named
+from lightning.fabric.storage.transport.open import open_reader
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.types import _PATH
+
+#: What only Lightning puts into a folder of shards.
+_LIGHTNINGS = re.compile(r"meta\.pt|__[0-9a-f]{12}_.+\.distcp")
+_HPC_NAME = "hpc_ckpt_"
+_NUMBER = re.compile(r"([0-9]+)")
+#: Names that a save uses for a moment, and all that Lightning does not give a checkpoint.
+_SIDE_NAME = re.compile(r"\..*|.+\.[0-9a-f]{12}\.(?:old|new)")
+
+
+def why_incomplete(path: _PATH) -> str | None:
+    """Says what is missing of the checkpoint at ``path``, or None if it is complete.
+
+    A folder that is no sharded checkpoint of FSDP or ModelParallel, but what another strategy or plugin saves, is not
+    looked into: it counts as complete. Of a file it is only seen whether it was cut off.
+
+    Raises:
+        OSError: The store did not answer the question.
+    """
+    location = locate(path)
+    try:
+        read_metadata(location)  # of a file and a folder of one name, the folder counts if it is complete
+    except FileNotFoundError as error:
+        found = kind(location)
+        if found == "nothing":
+            return f"there is no {display(location)}"
+        if found == "file":
+            return _why_truncated(location)
+        return None if _is_of_another_kind(list_names(location)) else str(error)
+    return None
+
+
+def _is_of_another_kind(names: list[str]) -> bool:
+    return not all(map(SHARD_FOLDER_PART.fullmatch, names)) and not any(map(_LIGHTNINGS.fullmatch, names))
+
+
+def _why_truncated(location: Location) -> str | None:
+    with open_reader(location) as file:
+        start = file.read(len(ARCHIVE))
+        if not start:
+            return f"{display(location)} is empty"
+        if start == ARCHIVE and not zipfile.is_zipfile(file):
+            return f"{display(location)} is cut off: it has no directory of records at its end"
+    return None
+
+
+def names_in(folder: _PATH) -> list[str]:
+    """The names of what is right inside a folder, files and folders; none if there is no folder.
+
+    Raises:
+        OSError: The store did not answer.
+    """
+    location = locate(folder)
+    try:
+        with questions_named(location):
+            return list_names(location)
+    except FileNotFoundError:
+        return []
+
+
+def paths_in(folder: _PATH) -> list[str]:
+    """As :func:`names_in`, the whole paths: absolute ones, or URLs."""
+    location = locate(folder)
+    if isinstance(location, Path):
+        location = Path(os.path.abspath(location))
+    return [os.fspath(join(location, name)) for name in names_in(folder)]
+
+
+def times_of_complete(candidates: Iterable[str], at_path: bool = True) -> dict[str, float]:
+    """When each of the candidates that are complete was saved. A warning says why another is not.
+
+    Of a folder, the time of its own entry tells less: a save into it that has failed changes that as well.
+
+    Args:
+        candidates: Paths. Those that do not exist are passed over.
+        at_path: Whether that is where Lightning has saved them. Else what a plugin has saved there, or under a name
+            that goes on with a dot, counts as complete, whatever it is.
+
+    Returns:
+        Seconds since the beginning of 1970, by path. Of those with the same time, the one that is first is newer by its
+        name: stores tell times in whole seconds.
+
+    Raises:
+        OSError: A store did not answer.
+    """
+    times = {}
+    for path in sorted(candidates, key=_version, reverse=True):
+        if not at_path:
+            if found := [modified(locate(other)) for other in _with_more_names(path)]:
+                times[path] = max(found)
+            continue
+        location = locate(path)
+        if kind(location) == "nothing" or not _is_complete(path):
+            continue
+        commit = join(location, METADATA)
+        times[path] = modified(commit if is_file(commit) else location)
+    return times
+
+
+def is_there(path: str) -> bool:
+    """Whether there is anything at a path, or under a name that goes on with a dot: what a plugin may have saved.
+
+    Raises:
+        OSError: The store did not answer.
+    """
+    return bool(_with_more_names(path))
+
+
+def _with_more_names(path: str) -> list[str]:
+    folder, name = os.path.split(path)
+    return [f"{folder}/{found}" for found in names_in(folder) if found == name or found.startswith(f"{name}.")]
+
+
+def without_more_names(paths: Iterable[str], extension: str) -> list[str]:
+    """The paths of checkpoints that a plugin has saved at these paths, or with a dot and more behind the extension."""
+    return [path.partition(f"{extension}.")[0] + extension if f"{extension}." in path else path for path in paths]
+
+
+def _version(path: str) -> tuple[int, list[str | int]]:
+    version = re.search(r"-v([0-9]+)\.\w+$", path)
+    # text and numbers in turn: step 10 comes after step 9
+    return int(version[1]) if version else 0, [int(part) if part.isdecimal() else part for part in _NUMBER.split(path)]
+
+
+def newest_complete_version(folder: _PATH, at_path: bool = True) -> int | None:
+    """The largest N of the ``hpc_ckpt_N.ckpt`` in a folder that are complete. A warning says why a larger one is not.
+
+    Args:
+        folder: The folder.
+        at_path: As for :func:`times_of_complete`.
+
+    Returns:
+        None if there are none at all.
+
+    Raises:
+        FileNotFoundError: There are some, but none is complete. A job does not start anew over them.
+        OSError: The store did not answer.
+    """
+    location = locate(folder)
+    if not at_path:
+        return largest_version(folder, _HPC_NAME)
+    incomplete = []
+    for version in sorted(_versions(names_in(folder), _HPC_NAME), reverse=True):
+        path = join(location, f"{_HPC_NAME}{version}.ckpt")
+        if _is_complete(path):
+            return version
+        incomplete.append(path)
+    if incomplete:
+        why = str(why_incomplete(incomplete[0])).rstrip(".")
+        raise FileNotFoundError(
+            f"There is no complete checkpoint of SLURM's to go on from: {why}. To start from scratch all the same, move"
+            f" what is called {_HPC_NAME}N.ckpt away from {display(location)}; else give the path of a checkpoint as"
+            " `ckpt_path`."
+        )
+    return None
+
+
+def largest_version(folder: _PATH, start: str) -> int | None:
+    """The largest N of what is called ``<start>N.ckpt`` in a folder, or so and a dot and more.
+
+    Raises:
+        OSError: The store did not answer.
+    """
+    return max(_versions(without_more_names(names_in(folder), ".ckpt"), start), default=None)
+
+
+def _versions(names: Iterable[str], start: str) -> set[int]:
+    # without zeros in front, for the name is made from the number again
+    found = (re.search(rf"{re.escape(start)}(0|[1-9][0-9]*)\.ckpt$", name) for name in names)
+    return {int(match[1]) for match in found if match is not None}
+
+
+def _is_complete(path: _PATH) -> bool:
+    why = why_incomplete(path)
+    if why is not None:
+        rank_zero_warn(f"Skipping the checkpoint {display(os.fspath(path))!r}, which is not complete: {why}")
+    return why is None
+
+
+def checkpoints_below(folder: Location) -> list[Location]:
+    """The checkpoints in a folder and in its folders: shards, whatever they are called, and all that is ``*.ckpt``.
+
+    What several links lead to is there once, under its own name if that is in the folder too.
+
+    Raises:
+        OSError: The store did not answer.
+    """
+    found = list(_checkpoints_below(folder, frozenset([os.path.realpath(folder)])))
+    if not isinstance(folder, Path):
+        return found
+    root = Path(os.path.realpath(folder))
+    real = {place: Path(os.path.realpath(place)) for place in map(Path, found)}
+    by_links_first = sorted(real, key=lambda place: root / place.relative_to(folder) == real[place])
+    names = {real[place]: place for place in by_links_first}
+    return [place for place in real if names[real[place]] == place]
+
+
+def _checkpoints_below(folder: Location, above: frozenset[str]) -> Iterator[Location]:
+    # ``above``: the folders around, to which links may lead back
+    names = _names_and_types(folder)
+    if is_shard_folder(names):
+        yield folder
+        return
+    for name, types in sorted(names.items()):
+        place = join(folder, name)
+        real = os.path.realpath(place) if isinstance(place, Path) else place
+        if _SIDE_NAME.fullmatch(name) or real in above:
+            continue
+        inside = list(_checkpoints_below(place, above | {real})) if "directory" in types else []
+        if name.endswith(".ckpt") and place not in inside and ("file" in types or not inside):
+            yield place  # on an object store there can be both
+        yield from inside
+
+
+def _names_and_types(folder: Location) -> dict[str, set[str]]:
+    """What is right inside a folder. A link is what it leads to, or a file."""
+    if isinstance(folder, Path):
+        with os.scandir(folder) as entries:
+            return {entry.name: {"directory" if entry.is_dir() else "file"} for entry in entries}
+    types: dict[str, set[str]] = defaultdict(set)
+    with questions_named(folder):
+        for name, info in infos_inside(*filesystem(folder)):
+            types[name].add("directory" if info["type"] == "directory" else "file")
+    return types

@@ -1,0 +1,73 @@
+"""A look at the folder of a run's checkpoints before its first step: a store that cannot be saved to says so then."""
+
+import os
+from concurrent.futures import wait
+from pathlib import Path
+
+from fsspec import AbstractFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning.fabric.storage.paths.filesystem import filesystem, has_folders, lacks_bucket, list_names, names_inside
+from lightning.fabric.storage.paths.hints import about_bucket
+from lightning.fabric.storage.paths.location import display, locate
+from lightning.fabric.storage.transport.errors import questions_named
+from lightning.fabric.storage.transport.refusals import lacks_permission
+from lightning.fabric.storage.transport.retry import chain, have_expired, is_transient, status_of
+from lightning.fabric.storage.transport.threads import in_thread
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+
+#: Set to 0, no store is looked at. It is a variable of the environment since ranks that are spawned have that, too.
+SWITCH = "LIGHTNING_LOOK_AT_STORES"
+#: A client that is given no answer at all may try for many minutes.
+LIMIT_S = 30.0
+
+
+def has_checkpoints(folder: str | os.PathLike[str]) -> bool:
+    """Whether there is anything in a folder for checkpoints; the one request for that shows whether the store is there.
+
+    A store that refuses the listing alone may still be written to, and one that is too busy will be: they are warned
+    of, and nothing is found.
+
+    Raises:
+        FileNotFoundError: There is no such bucket.
+        OSError: The store is not there, or refuses the credentials.
+    """
+    location = locate(folder)
+    if isinstance(location, Path):
+        return location.is_dir() and bool(list_names(location))
+    fs, path = filesystem(location)
+    if os.environ.get(SWITCH) == "0" and not isinstance(fs, MemoryFileSystem):
+        return False
+    try:
+        with questions_named(location):
+            listing = in_thread("checkpoint-look", _has_entries, fs, path)
+            if not wait([listing], LIMIT_S).done:
+                raise TimeoutError(f"no answer in {LIMIT_S:.0f} s")
+            return listing.result()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        says = any("NoSuchBucket" in str(cause) for cause in chain(error))
+        if says or (_tells_nothing_of_buckets(fs) and lacks_bucket(location)):
+            raise FileNotFoundError(
+                f"Checkpoints cannot be saved to {display(location)}. {about_bucket(location)}."
+            ) from None
+        return False
+    except OSError as error:
+        is_busy = is_transient(error) and any(status_of(cause) for cause in chain(error)) and not have_expired(error)
+        if not lacks_permission(error) and not is_busy:
+            raise
+        rank_zero_warn(f"{error} The run goes on: whether checkpoints can be saved there shows when one is.")
+        return False
+
+
+def _has_entries(fs: AbstractFileSystem, path: str) -> bool:
+    if not hasattr(fs, "call_s3"):
+        return bool(names_inside(fs, path))
+    # s3fs would list the folder around an empty one as well, which may be forbidden
+    bucket, key, _ = fs.split_path(path)
+    prefix = f"{key.rstrip('/')}/" if key else ""
+    return bool(fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1, **fs.req_kw).get("Contents"))
+
+
+def _tells_nothing_of_buckets(fs: AbstractFileSystem) -> bool:
+    """Whether a client gives the same answer for an empty folder and for a bucket that is not there."""
+    return not has_folders(fs) and not hasattr(fs, "_s3")

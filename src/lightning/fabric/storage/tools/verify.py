@@ -1,0 +1,356 @@
+"""Checks a checkpoint without loading it: whether it is complete, and every byte of it against its checksums."""
+
+import dataclasses
+import io
+import logging
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from lightning.fabric.storage.archives.archive_reader import Wrong, Zipped
+from lightning.fabric.storage.paths.filesystem import kind, missing
+from lightning.fabric.storage.paths.layout import METADATA, STOCK_META
+from lightning.fabric.storage.paths.location import Location, display, join
+from lightning.fabric.storage.sharded.checksums import Record, records_of
+from lightning.fabric.storage.sharded.metadata_check import contradictions
+from lightning.fabric.storage.strategies.checkpoints import find_checkpoint
+from lightning.fabric.storage.tools.discover import why_incomplete
+from lightning.fabric.storage.transport.open import open_source
+from lightning.fabric.storage.transport.ranged_file import RangedFile, Source
+from lightning.fabric.storage.transport.threads import Crew
+
+log = logging.getLogger(__name__)
+
+#: Of each request.
+_REQUEST = 8 * 2**20
+#: How many are on their way, or being checked, at a time.
+_REQUESTS = 16
+_DAMAGED = "are damaged: their checksum is wrong"
+#: How many problems of one kind are told, of those that a file of any size can have.
+_MOST = 20
+#: Errors that say nothing about the checkpoint.
+_CANNOT_TELL = (PermissionError, ConnectionError, TimeoutError)
+
+
+class NoCheckpoint(FileNotFoundError):
+    """There is a folder that is no checkpoint itself."""
+
+
+@dataclasses.dataclass
+class Result:
+    """What was found.
+
+    Attributes:
+        problems: One line of text for each.
+        files: How many were checked.
+        nbytes: Of these.
+        verdict: On the checksums, if there are no problems.
+    """
+
+    problems: list[str] = dataclasses.field(default_factory=list)
+    files: int = 0
+    nbytes: int = 0
+    verdict: str = "all checksums right"
+
+    def __str__(self) -> str:
+        checked = f"{_count(self.files, 'file')}, {self.nbytes} bytes"
+        if self.problems:
+            return f"{_count(len(self.problems), 'problem')}, {checked}: load another checkpoint"
+        return f"complete, {checked}, {self.verdict}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def verify(location: Location) -> Result:
+    """Checks a checkpoint: a folder of shards, or a file.
+
+    Args:
+        location: Of the folder or the file.
+
+    Raises:
+        NoCheckpoint: The folder is none, not even a part of one.
+        FileNotFoundError: There is nothing.
+        OSError: The store did not answer, or refused. Its client may raise errors of its own.
+    """
+    log.info(f"Verifying {display(location)}")
+    if _is_nothing(location):
+        if isinstance(location, Path) and location.is_symlink():
+            return Result([f"{location} is a link to {os.readlink(location)}, where there is nothing"])
+        raise FileNotFoundError(f"There is nothing at {missing(location)}")
+    try:
+        found = find_checkpoint(location)
+    except _CANNOT_TELL:
+        raise
+    except OSError as error:  # it is incomplete, or .metadata is damaged
+        return Result([str(error)])
+    result = Result()
+    if found.metadata is not None:
+        _check_folder(location, found.metadata, result)
+    elif found.is_full:
+        _check_file(location, result, lambda source: _check_archive(source, result))
+    else:
+        raise NoCheckpoint(f"There is no checkpoint in the folder {display(location)}")
+    return result
+
+
+def verify_one_of_many(location: Location) -> Result:
+    """As :func:`verify`, of what :func:`~lightning.fabric.storage.tools.discover.checkpoints_below` has found."""
+    try:
+        return verify(location)
+    except NoCheckpoint:
+        why = why_incomplete(location)
+        if why is None:
+            raise
+        return Result([why])
+
+
+def _is_nothing(location: Location) -> bool:
+    try:
+        return kind(location) == "nothing"
+    except PermissionError:  # there are roles that may read, but not list
+        return False
+
+
+def _check_folder(location: Location, metadata: Metadata, result: Result) -> None:
+    _check_file(join(location, METADATA), result, lambda source: [])  # it has been, when it was read
+    told = display(join(location, METADATA))
+    result.problems += [f"{told} {wrong}" for wrong in islice(contradictions(metadata), _MOST)]
+    infos: dict[str, dict[int, tuple[str, Any]]] = {}  # of each file, with names, by offset
+    for index, info in metadata.storage_data.items():
+        infos.setdefault(info.relative_path, {})[info.offset] = (index.fqn, info)
+    ours = getattr(metadata, "lightning", None)
+    if ours is None:
+        result.verdict = "saved without checksums; those of the archives in it (CRC-32) are right"
+        expected = _tensors(metadata)
+        for name, of_file in sorted(infos.items()):
+            _check_file(join(location, name), result, partial(_check_records, of_file, expected, result))
+        _check_file(join(location, STOCK_META), result, lambda source: _check_archive(source, result))
+        return
+    for name, described in sorted(ours["files"].items()):
+        _check_file(join(location, name), result, partial(_check_blocks, described, infos.get(name, {})))
+    if ours["meta"] is not None:
+        _check_stock_meta(join(location, STOCK_META), ours["files"][ours["meta"]], result)
+
+
+def _check_stock_meta(location: Location, described: dict[str, Any], result: Result) -> None:
+    """Checks the copy of a file of ours that stock Lightning reads."""
+    found = Result()
+    _check_file(location, found, partial(_check_blocks, described, {}))
+    result.files += found.files
+    result.nbytes += found.nbytes
+    whose = "(stock Lightning reads this file, this library does not)"
+    result.problems += [f"{problem} {whose}" for problem in found.problems]
+
+
+def _tensors(metadata: Metadata) -> dict[tuple[str, int], tuple[torch.dtype, tuple[int, ...]]]:
+    """The type and the shape of each part of a tensor, by file and offset."""
+    tensors = {}
+    for name, described in metadata.state_dict_metadata.items():
+        if isinstance(described, TensorStorageMetadata):
+            for chunk in described.chunks:
+                info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+                if info is not None:
+                    tensors[info.relative_path, info.offset] = described.properties.dtype, tuple(chunk.sizes)
+    return tensors
+
+
+def _check_file(location: Location, result: Result, check: Callable[[Source], Iterable[Wrong]]) -> None:
+    """Opens a file, and adds to the result what ``check`` finds."""
+    try:
+        source = open_source(location)
+        try:
+            result.files += 1
+            result.nbytes += source.size
+            for start, stop, name, reason in _merged(check(source)):
+                whose = f" of {name!r}" if name else ""
+                result.problems.append(f"{display(location)}: bytes {start} to {stop}{whose} {reason}")
+            source.check()
+        finally:
+            source.close()
+    except _CANNOT_TELL:
+        raise
+    except OSError as error:  # it is missing, was replaced meanwhile, or the disk is damaged
+        result.problems.append(str(error))
+
+
+def _merged(found: Iterable[Wrong]) -> Iterator[Wrong]:
+    last: Wrong | None = None
+    for wrong in sorted(found):
+        if last is not None and (last.stop, *last[2:]) == (wrong.start, *wrong[2:]):
+            last = last._replace(stop=wrong.stop)
+            continue
+        if last is not None:
+            yield last
+        last = wrong
+    if last is not None:
+        yield last
+
+
+def _check_archive(source: Source, result: Result) -> list[Wrong]:
+    zipped = Zipped(RangedFile(_Part(source, 0, source.size)))
+    wrong = zipped.check()
+    if not wrong and not zipped.has_checksums:
+        result.verdict = "saved without checksums"
+    return wrong
+
+
+def _check_blocks(described: dict[str, Any], infos: dict[int, tuple[str, Any]], source: Source) -> list[Wrong]:
+    """Checks a file whose records have checksums."""
+    size = described["size"]
+    if source.size != size:
+        first, last = sorted((source.size, size))
+        return [Wrong(first, last, "", f"are {'missing' if source.size < size else 'too many'}")]
+    try:
+        records = records_of(described)
+    except Exception as error:  # what is damaged may be of any type
+        return [Wrong(0, size, "", f"are not described by {METADATA}: {error}")]
+    wrong: list[Wrong] = []
+    units: list[_Unit] = []
+    position = 0
+    for record in [*records, Record(size, 0, size, 0, b"")]:
+        if record.offset < position:
+            return [Wrong(record.offset, position, "", f"belong to two records, as {METADATA} have it")]
+        if record.offset > position:
+            wrong.append(Wrong(position, record.offset, infos.get(position, ("",))[0], "have no checksum"))
+        name = infos.get(record.offset, ("what is neither model nor optimizer",))[0]
+        for start, stop, before, crc in record.blocks():
+            if crc is None:
+                wrong.append(Wrong(start, stop, name, "have no checksum"))
+            else:
+                units.append(_Unit(start, stop, partial(_wrong_block, start, stop, name, before, crc)))
+        position = record.end
+    known = {(record.offset, record.length) for record in records}
+    reported = {one.start for one in wrong}
+    for offset, (name, info) in infos.items():
+        if (offset, info.length) not in known and offset not in reported:
+            wrong.append(Wrong(offset, offset + info.length, name, "have no checksum"))
+    return wrong + _read(source, units)
+
+
+def _wrong_block(start: int, stop: int, name: str, before: int, crc: int, data: memoryview) -> list[Wrong]:
+    return [] if zlib.crc32(data, before) == crc else [Wrong(start, stop, name, _DAMAGED)]
+
+
+_Expected = tuple[torch.dtype, tuple[int, ...]] | None
+
+
+def _check_records(
+    infos: dict[int, tuple[str, Any]],
+    expected: dict[tuple[str, int], tuple[torch.dtype, tuple[int, ...]]],
+    result: Result,
+    source: Source,
+) -> list[Wrong]:
+    """Checks a file of which no more is known than where its records are, and what should be in them."""
+    wrong: list[Wrong] = []
+    units: list[_Unit] = []
+    large = []
+    position = 0
+    for start, (name, info) in sorted(infos.items()):
+        stop = start + info.length
+        what = expected.get((info.relative_path, start))
+        if start < position:
+            return [Wrong(start, position, name, f"belong to two records, as {METADATA} have it")]
+        position = stop
+        if stop > source.size:
+            wrong.append(Wrong(max(start, source.size), stop, name, "are missing"))
+        elif getattr(info, "transform_descriptors", None):
+            wrong.append(Wrong(start, stop, name, "cannot be verified: an extension of torch has transformed them"))
+        elif info.length > _REQUEST:
+            large.append((name, start, info.length, what))
+        else:
+            units.append(_Unit(start, stop, partial(_wrong_record, start, name, what, result)))
+    wrong += _read(source, units)
+    for name, start, length, what in large:
+        wrong += _wrong_in(Zipped(RangedFile(_Part(source, start, length))), start, name, what, result)
+    return wrong
+
+
+def _wrong_record(start: int, name: str, what: _Expected, result: Result, data: memoryview) -> list[Wrong]:
+    return _wrong_in(Zipped(io.BytesIO(data)), start, name, what, result)
+
+
+def _wrong_in(zipped: Zipped, offset: int, name: str, what: _Expected, result: Result) -> list[Wrong]:
+    found = zipped.check()
+    if not found and not zipped.has_checksums:
+        result.verdict = "saved without checksums"
+    if not found and None not in (what, zipped.tensor) and what != zipped.tensor:
+        found = [Wrong(0, zipped.size, "", f"hold another tensor than {METADATA} have it")]
+    return [Wrong(offset + wrong.start, offset + wrong.stop, name, wrong.reason) for wrong in found]
+
+
+class _Unit(NamedTuple):
+    """Bytes of a file that are checked at a time."""
+
+    start: int
+    stop: int
+    check: Callable[[memoryview], list[Wrong]]
+
+
+def _read(source: Source, units: list[_Unit]) -> list[Wrong]:
+    wrong: list[Wrong] = []
+    crew = Crew("checkpoint-verify", _REQUESTS if source.parallel else 1, _REQUESTS * _REQUEST)
+    crew.run(_Request(source, batch, wrong) for batch in _batches(units))
+    return wrong
+
+
+def _batches(units: list[_Unit]) -> Iterator[list[_Unit]]:
+    """What to read with one request each: units that follow on each other."""
+    batch: list[_Unit] = []
+    for unit in units:
+        if batch and (unit.start != batch[-1].stop or unit.stop - batch[0].start > _REQUEST):
+            yield batch
+            batch = []
+        batch.append(unit)
+    if batch:
+        yield batch
+
+
+class _Request:
+    """Some bytes of a file, to read and to check."""
+
+    def __init__(self, source: Source, units: list[_Unit], wrong: list[Wrong]) -> None:
+        self._source = source
+        self._units = units
+        self._wrong = wrong
+        self._found: list[Wrong] = []
+        self._start = units[0].start
+        self.cost = units[-1].stop - self._start
+
+    def run(self) -> None:
+        data = np.empty(self.cost, np.uint8).data
+        self._source.read_into(self._start, data)
+        for unit in self._units:
+            self._found += unit.check(data[unit.start - self._start : unit.stop - self._start])
+
+    def finish(self) -> int:
+        self._wrong += self._found
+        return self.cost
+
+
+class _Part:
+    """A part of a source, which is closed by itself."""
+
+    def __init__(self, source: Source, start: int, size: int) -> None:
+        self._source = source
+        self._start = start
+        self.size = size
+        self.parallel = source.parallel
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        self._source.read_into(self._start + start, view)
+
+    def check(self) -> None:
+        self._source.check()
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,128 @@
+"""Objects of Google's zonal buckets, whose ranges are read over one stream, with the client that gcsfs uses."""
+
+import asyncio
+import importlib
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.storage.transport.backends.gcs_zonal import SLICE, client_module, in_time, once
+from lightning.fabric.storage.transport.calls import Call
+from lightning.fabric.storage.transport.ranged_file import REPLACED
+from lightning.fabric.storage.transport.retry import retrying_async
+
+log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from gcsfs.extended_gcsfs import ExtendedGcsFileSystem
+
+
+class Source:
+    """An object to read ranges of, always of the version that it had when it was opened.
+
+    Args:
+        fs: Its file system.
+        path: Its path there.
+    """
+
+    parallel = True
+
+    def __init__(self, fs: "ExtendedGcsFileSystem", path: str) -> None:
+        self._fs = fs
+        self._path = path
+        self._bucket, self._name, _ = fs.split_path(path)
+        self._generation: int | None = None
+        #: The stream, while there is one. Who forgets to close the source does not leave it open for ever.
+        self._streams: list[Any] = []
+        weakref.finalize(self, _end, fs, self._streams).atexit = False
+        self._opening = asyncio.Lock()
+        self.size: int = Call(fs, retrying_async(f"Opening gs://{path}", self._open)).result()
+
+    async def _open(self) -> int:
+        from google.api_core.exceptions import NotFound
+
+        try:
+            downloader = await self._stream()
+        except NotFound as error:
+            raise FileNotFoundError(self._path) from error
+        self._generation = downloader.generation
+        return int(downloader.persisted_size or 0)
+
+    async def _stream(self) -> Any:
+        kind = client_module("async_multi_range_downloader").AsyncMultiRangeDownloader
+        async with self._opening:
+            if not self._streams:
+                client = await self._fs._get_grpc_client()
+                created = kind.create_mrd(client, self._bucket, self._name, self._generation)
+                self._streams.append(await in_time(created))
+            return self._streams[0]
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fills ``view`` with the bytes from ``start`` on.
+
+        Raises:
+            OSError: The object has been replaced since it was opened, or another number of bytes came.
+        """
+        for at in range(0, len(view), SLICE):
+            call = Call(self._fs, self._read(start + at, view[at : at + SLICE]))
+            try:
+                call.result()
+            except BaseException:
+                call.cancel()
+                raise
+
+    async def _read(self, start: int, view: memoryview) -> None:
+        from google.api_core.exceptions import Aborted, NotFound
+
+        damaged = importlib.import_module("google.cloud.storage.exceptions").DataCorruption
+        target = _Target(view)
+        downloader = await self._stream()
+        try:
+            await in_time(downloader.download_ranges([(start, len(view), target)], retry_policy=once()))
+        except BaseException as error:
+            if downloader in self._streams:
+                self._streams.remove(downloader)  # another read opens a new one
+                await _close(downloader)
+            if isinstance(error, NotFound):
+                raise OSError(REPLACED) from error
+            if isinstance(error, (Aborted, damaged)) or not downloader.is_stream_open:
+                raise ConnectionError(str(error)) from error
+            raise
+        if target.filled != len(view):
+            raise ConnectionError(f"{target.filled} bytes came instead of {len(view)}")
+
+    def check(self) -> None:
+        """Does nothing: every request has asked for the version that was opened."""
+
+    def close(self) -> None:
+        """Ends the stream."""
+        _end(self._fs, self._streams)
+
+
+def _end(fs: "ExtendedGcsFileSystem", streams: list[Any]) -> None:
+    """Does not wait: the collector may call it in any thread, in the midst of anything."""
+    for downloader in streams:
+        Call(fs, _close(downloader))
+    streams.clear()
+
+
+async def _close(downloader: Any) -> None:
+    """Nothing depends on it any more, so that a failure is of no interest but for who debugs."""
+    if downloader.is_stream_open:
+        try:
+            await in_time(downloader.close())
+        except Exception as error:
+            log.debug(f"A stream that was read from did not close ({type(error).__name__}: {error})")
+
+
+class _Target:
+    """What the client writes a range to."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self.filled = 0
+
+    def write(self, data: bytes) -> int:
+        self._view[self.filled : self.filled + len(data)] = data  # raises if it is more than was asked for
+        self.filled += len(data)
+        return len(data)

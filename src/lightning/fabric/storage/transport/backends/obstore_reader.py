@@ -1,0 +1,153 @@
+"""Objects of S3, GCS and Azure, whose ranges are read through obstore."""
+
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from fsspec import AbstractFileSystem
+
+from lightning.fabric.storage.transport.backends import fsspec
+from lightning.fabric.storage.transport.backends.obstore_config import leave_to_client
+from lightning.fabric.storage.transport.backends.obstore_config.common import RETRY_DEADLINE_S
+from lightning.fabric.storage.transport.backends.obstore_errors import is_out_of_range, is_unsupported, translated
+from lightning.fabric.storage.transport.ranged_file import REPLACED
+from lightning.fabric.storage.transport.threads import in_thread, wait_until_done
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+#: How long a store may take before the log says so.
+_PATIENCE_WITH_STORES_S = 10
+_CHUNK = 2**20
+
+
+class _Replaced(OSError):
+    """Another version is there, which the store has not said by itself."""
+
+
+class Source:
+    """An object to read ranges of: through the client of its file system, where the store does not answer as it should.
+
+    Args:
+        fs: The file system that the store stands for.
+        path: The object's path there.
+        store: Its bucket.
+        name: Its name in that.
+    """
+
+    parallel = True
+
+    def __init__(self, fs: AbstractFileSystem, path: str, store: "ObjectStore", name: str) -> None:
+        self._fs = fs
+        self._path = path
+        self._store = store
+        self._name = name
+        self._turning = threading.Lock()
+        self._client: fsspec.Source | None = None
+        try:
+            self._version = self._ask()
+        except Exception as error:
+            reason = translated(error)
+            if not is_unsupported(reason):
+                raise reason from error
+            self._client = fsspec.Source(fs, path)
+            leave_to_client(fs, path, reason, reading=True)
+            self.size = self._client.size
+            return
+        self.size, etag, _ = self._version
+        #: A weak ETag does not tell versions apart, and some stores have none.
+        self._etag = None if etag is None or etag.startswith("W/") else etag
+
+    def _ask(self) -> tuple[int, str | None, Any]:
+        import obstore
+
+        meta = awaited(in_thread("checkpoint-read", obstore.head, self._store, self._name), self._name)
+        return meta["size"], meta["e_tag"], meta["last_modified"]
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fills ``view`` with the bytes from ``start`` on.
+
+        Raises:
+            OSError: The object has changed since it was opened, or another number of bytes came.
+        """
+        if self._client is None:
+            try:
+                self._read_into(start, view)
+                return
+            except _Replaced:
+                raise
+            except Exception as error:
+                reason = translated(error)
+                if is_out_of_range(reason):
+                    self._check_version()  # a shorter one
+                if not is_unsupported(reason):
+                    raise reason from error
+            self._turn_to_client(reason)
+        assert self._client is not None
+        self._client.read_into(start, view)
+
+    def _read_into(self, start: int, view: memoryview) -> None:
+        import obstore
+
+        answer = obstore.get(self._store, self._name, options={"range": (start, start + len(view))})
+        # looked at rather than asked for: with a condition a plain request would be one that some stores do not know
+        if answer.meta["e_tag"] != self._etag and self._etag is not None:
+            self._check_version()
+            self._etag = None  # it is another one in answers to HEAD
+        target, at = np.frombuffer(view, np.uint8), 0
+        for chunk in answer.stream(min_chunk_size=_CHUNK):
+            piece = np.frombuffer(chunk, np.uint8)[: len(target) - at]
+            target[at : at + len(piece)] = piece
+            at += len(chunk)
+        if at != len(target):
+            raise ConnectionError(f"{at} bytes came instead of {len(target)}")
+
+    def _turn_to_client(self, reason: Exception) -> None:
+        with self._turning:
+            if self._client is None:
+                client = fsspec.Source(self._fs, self._path)
+                self._check_version()  # so the client has opened the same one
+                self._client = client
+                leave_to_client(self._fs, self._path, reason, reading=True)
+
+    def check(self) -> None:
+        """Looks whether the object is the one that was opened, unless every answer was of that version.
+
+        Raises:
+            OSError: It is not.
+        """
+        if self._client is not None:
+            self._client.check()
+        elif self._etag is None:
+            try:
+                self._check_version()
+            except Exception as error:
+                raise translated(error) from error
+
+    def _check_version(self) -> None:
+        if self._ask() != self._version:
+            raise _Replaced(REPLACED)
+
+    def close(self) -> None:
+        """Does nothing but for the client: the store's connections are those of all its objects."""
+        if self._client is not None:
+            self._client.close()
+
+
+def awaited(outcome: concurrent.futures.Future[_T], name: str, idle: Callable[[], None] = lambda: None) -> _T:
+    """What a call returns, which may go on for minutes without a word where a store does not answer."""
+    wait_until_done(outcome, idle, _PATIENCE_WITH_STORES_S)
+    if not outcome.done():
+        log.warning(
+            f"Still waiting for the store of {name!r} after {_PATIENCE_WITH_STORES_S} s. If it does not answer, is the"
+            f" endpoint right? Requests are tried again for up to {RETRY_DEADLINE_S} s"
+        )
+    wait_until_done(outcome, idle)
+    return outcome.result()

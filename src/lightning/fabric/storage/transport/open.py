@@ -1,0 +1,207 @@
+"""The data plane: moves the bytes of one file into a store, or nothing at all, and back.
+
+What goes to S3, GCS or Azure takes obstore's engine if it is installed and can be given the options in force; all else
+goes through the fsspec client of the store.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from threading import BoundedSemaphore
+from typing import IO, cast
+
+from fsspec import AbstractFileSystem
+
+from lightning.fabric.storage.paths.credentials import keep_current
+from lightning.fabric.storage.paths.filesystem import (
+    filesystem,
+    has_folders,
+    is_object_store,
+    is_zonal,
+    kind_of,
+)
+from lightning.fabric.storage.paths.location import Location, display
+from lightning.fabric.storage.save_report import leave_retries_untold, writing
+from lightning.fabric.storage.transport import multipart, progress
+from lightning.fabric.storage.transport.backends import (
+    fsspec,
+    gcs_zonal,
+    gcs_zonal_reader,
+    local,
+    obstore,
+    obstore_reader,
+    s3fs,
+)
+from lightning.fabric.storage.transport.backends.obstore_config import native_store
+from lightning.fabric.storage.transport.errors import context_kept, failure, unexplained
+from lightning.fabric.storage.transport.ranged_file import RangedFile, Source
+from lightning.fabric.storage.transport.retry import chain, is_transient, retrying, status_of
+from lightning.fabric.storage.transport.sink import GivenUp, Sink
+
+_NO_SUCH_RANGE = 416
+
+
+@contextmanager
+def open_writer(location: Location, lean: bool = False, files: int = 1) -> Iterator[Sink]:
+    """A file to write to, which becomes the file at ``location`` when the context ends without an exception.
+
+    Whatever happens before that, ``KeyboardInterrupt`` included, leaves the previous file as it was.
+
+    Args:
+        location: Where the file is to be. Missing folders are made.
+        lean: Use less than 256 MiB of memory, whatever the size of the file. Else speed comes first: parts are
+            larger, and stores that are fast only when they are given all of an object at once (GCS and Azure without
+            obstore) are.
+        files: How many are being written together, by all ranks, beside each other in a store.
+
+    Raises:
+        OSError: On leaving the context, if the file could not be written or committed. The message names the file and
+            the reason, and the type is the reason's where that is a common kind of ``OSError``.
+    """
+    sink = callers = None
+    with context_kept():
+        try:
+            with _writer(location, lean, files) as sink, writing(sink):
+                try:
+                    yield sink
+                except Exception as error:
+                    if sink.error is None:  # an object that cannot be pickled, say
+                        callers = error
+                    raise
+        except Exception as error:
+            if error is callers or (sink is None and isinstance(error, (ImportError, ValueError))):
+                raise  # an unknown protocol, or a client library that is not installed: fsspec says what to do
+            cause = (sink and sink.error) or error
+            if isinstance(cause, GivenUp):
+                raise cause from None
+            if not isinstance(cause, Exception):
+                raise cause from None  # an interruption, which torch shows as an error of its own
+            raise failure("write", location, cause) from unexplained(cause)
+
+
+def _writer(location: Location, lean: bool, files: int) -> AbstractContextManager[Sink]:
+    if isinstance(location, Path):
+        return local.open_writer(location)
+    fs, path = filesystem(location)
+    if not has_folders(fs) and "/" not in path.strip("/"):
+        raise ValueError(f"{display(location)} is a bucket, and not a place in one")
+    parts = multipart.Parts.of(fs, lean, files)
+    if is_object_store(fs):
+        leave_retries_untold()
+    client = partial(_client_writer, fs, path, lean, parts)
+    keep_current(fs, connect=True)
+    native = native_store(fs, path)
+    return client() if native is None else obstore.open_writer(fs, path, *native, parts, client)
+
+
+def _client_writer(
+    fs: AbstractFileSystem, path: str, lean: bool, parts: multipart.Parts
+) -> AbstractContextManager[Sink]:
+    """What writes through the client of the store."""
+    if is_zonal(fs, path):
+        return gcs_zonal.open_writer(fs, path)
+    if s3fs.can_write(fs):
+        return s3fs.open_writer(fs, path, parts)
+    return fsspec.open_writer(fs, path, lean, parts)
+
+
+def open_reader(location: Location) -> IO[bytes]:
+    """The file at ``location``, to read from and seek in: a :class:`RangedFile`, unless it is a local file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        IsADirectoryError: There is a folder.
+        OSError: The store did not answer, or refused. Reads raise it as well, also when the file is not what it was
+            when it was opened.
+    """
+    if isinstance(location, Path):
+        return open(location, "rb")
+    return cast(IO[bytes], RangedFile(open_source(location)))
+
+
+@context_kept()
+def open_source(location: Location) -> Source:
+    """The file at ``location``, whose ranges can be read in any order, into memory that the caller has.
+
+    What fails for a moment is tried again. Close it when no read goes on any more.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        IsADirectoryError: There is a folder.
+        OSError: It could not be opened. The source's methods raise it as well. The message names the file.
+    """
+    open_it = _opener(location)
+    try:
+        return _Named(location, open_it())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"There is no file {display(location)}") from error
+    except IsADirectoryError as error:
+        raise IsADirectoryError(f"{display(location)} is a folder") from error
+    except Exception as error:
+        raise failure("read", location, error) from unexplained(error)
+
+
+def _opener(location: Location) -> Callable[[], Source]:
+    """What opens it; an unknown protocol, or a client library that is not installed, is an error before that."""
+    if isinstance(location, Path):
+        return partial(local.Source, location)
+    fs, path = filesystem(location)
+    keep_current(fs, connect=True)
+    native = native_store(fs, path, reading=True)
+    if native is None and not is_zonal(fs, path):
+        return partial(fsspec.Source, fs, path)
+    if native is None:
+        gcs_zonal.client_module("async_multi_range_downloader")
+
+    def open_object() -> Source:
+        try:
+            return gcs_zonal_reader.Source(fs, path) if native is None else obstore_reader.Source(fs, path, *native)
+        except FileNotFoundError as error:
+            if kind_of(fs, path) == "directory":
+                raise IsADirectoryError(path) from error
+            raise
+
+    return open_object
+
+
+class _Named:
+    """A source whose errors name the file, and which tries again what fails for a moment."""
+
+    def __init__(self, location: Location, source: Source) -> None:
+        self._location = location
+        self._source = source
+        self.size = source.size
+        self.parallel = source.parallel
+        most = None if isinstance(location, Path) else multipart.requests_at_a_time(filesystem(location)[0])
+        self._room: AbstractContextManager[object] = nullcontext() if most is None else BoundedSemaphore(most)
+
+    @context_kept()
+    def read_into(self, start: int, view: memoryview) -> None:
+        what = f"Reading {len(view)} bytes at {start} of {display(self._location)}"
+        try:
+            retrying(what, lambda: self._read_into(start, view))
+        except Exception as error:
+            raise failure("read", self._location, error) from unexplained(error)
+
+    def _read_into(self, start: int, view: memoryview) -> None:
+        try:
+            with self._room:
+                self._source.read_into(start, view)
+            progress.made()
+            return
+        except Exception as error:
+            failed = error
+        if is_transient(failed) or any(status_of(error) == _NO_SUCH_RANGE for error in chain(failed)):
+            self._source.check()  # a range of another, shorter version would be tried again for minutes
+        raise failed
+
+    @context_kept()
+    def check(self) -> None:
+        try:
+            self._source.check()
+        except Exception as error:
+            raise failure("read", self._location, error) from unexplained(error)
+
+    def close(self) -> None:
+        self._source.close()

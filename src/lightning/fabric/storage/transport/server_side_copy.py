@@ -1,0 +1,197 @@
+"""Copies of files that the store makes itself, so that their bytes do not pass through this machine."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
+
+from lightning.fabric.storage.paths.filesystem import filesystem, info_of, is_object_store
+from lightning.fabric.storage.paths.location import Location, display
+from lightning.fabric.storage.transport.backends.fsspec import room_for
+from lightning.fabric.storage.transport.backends.s3fs import begin_upload
+from lightning.fabric.storage.transport.calls import Call
+from lightning.fabric.storage.transport.errors import copy_failures_named, questions_named
+from lightning.fabric.storage.transport.multipart import TOKEN, new_token, part_size
+from lightning.fabric.storage.transport.open import open_reader, open_writer
+from lightning.fabric.storage.transport.retry import chain, retrying, retrying_async, status_of
+
+if TYPE_CHECKING:
+    from adlfs import AzureBlobFileSystem
+    from s3fs import S3FileSystem
+
+log = logging.getLogger(__name__)
+
+#: S3 copies up to 5 GiB with one request, but many that copy a part each are faster.
+_S3_PART = 256 * 2**20
+_PARTS_AT_A_TIME = 16
+#: Of what is passed through this machine.
+_PIECE = 16 * 2**20
+_POLL_S = 0.2
+#: After that long without progress a copy that Azure makes has failed.
+_STANDSTILL_S = 180.0
+#: What a server answers to who may not do what is asked for. Any other failure is one of the copy.
+_REFUSALS = (401, 403)
+
+
+def copy_file(source: Location, target: Location) -> None:
+    """Makes the file at ``target`` a copy of another one, whole or not at all. It can be read by whatever reads that.
+
+    Object stores copy by themselves (S3 in parts of 256 MiB or more, 16 at a time). Between two stores, on file systems
+    that have no such request, such as SFTP, and where the store cannot make the copy, the bytes pass through this
+    machine in pieces.
+
+    Raises:
+        FileNotFoundError: There is no file at ``source``.
+        OSError: The file could not be copied. What was at ``target`` is unchanged, except on Azure: there it is
+            replaced when the copy begins.
+    """
+    copier = _copier(source, target)
+    problem = ""
+    if copier is not None:
+        with copy_failures_named(target):
+            try:
+                problem = copier()
+            except Exception as error:
+                if _is_refusal(error):
+                    raise
+                log.info(f"The bytes of {display(target)} pass through this machine: {display(str(error))}")
+            else:
+                if not problem:
+                    return
+    try:
+        with open_reader(source) as file, open_writer(target) as copy:
+            copy.expect(file.seek(0, os.SEEK_END))
+            file.seek(0)
+            while piece := file.read(_PIECE):
+                copy.write(piece)
+    except Exception as error:
+        if not problem:
+            raise
+        raise OSError(
+            f"{display(target)} is no whole copy of {display(source)}, and must not be used: {problem}"
+        ) from error
+
+
+def _is_refusal(error: BaseException) -> bool:
+    status = next((status for cause in chain(error) if (status := status_of(cause)) is not None), None)
+    return isinstance(error, PermissionError) if status is None else status in _REFUSALS
+
+
+def _copier(source: Location, target: Location) -> Callable[[], str] | None:
+    """What lets the store copy, if it can, and returns what is wrong with the copy."""
+    if not isinstance(source, str) or not isinstance(target, str):
+        return None
+    (fs, path), (other, copy) = filesystem(source), filesystem(target)
+    if fs != other or not is_object_store(fs) or not _has_copies(fs):
+        return None
+    with questions_named(source):
+        info = info_of(fs, path)
+    if info["type"] != "file":
+        raise FileNotFoundError(f"There is no file {display(source)}")
+    return lambda: _let_copy(fs, path, copy, int(info["size"]))
+
+
+def _has_copies(fs: AbstractFileSystem) -> bool:
+    if isinstance(fs, AsyncFileSystem):
+        return type(fs)._cp_file is not AsyncFileSystem._cp_file
+    return type(fs).cp_file is not AbstractFileSystem.cp_file
+
+
+def _let_copy(fs: AbstractFileSystem, path: str, copy: str, size: int) -> str:
+    with room_for(fs, copy):
+        problem = ""
+        if isinstance(fs, AsyncFileSystem):
+            call = Call(fs, _copied(fs, path, copy, size))
+            try:
+                problem = call.result()
+            except BaseException:
+                call.cancel()
+                raise
+        else:
+            retrying(f"The copy to {copy}", lambda: fs.cp_file(path, copy))
+        fs.invalidate_cache(copy)
+        fs.invalidate_cache(fs._parent(copy))
+    found = info_of(fs, copy).get("size")
+    return problem or (f"it has {found} bytes, and not {size}" if found != size else "")
+
+
+async def _copied(fs: Any, path: str, copy: str, size: int) -> str:
+    what, client = f"The copy to {copy}", type(fs).__module__.partition(".")[0]
+    if client == "s3fs" and size > _S3_PART:
+        await _copied_in_parts(fs, path, copy, size)
+    elif client == "adlfs":
+        await retrying_async(what, lambda: fs._cp_file(path, copy))
+        return await _outcome(fs, copy)
+    else:
+        await retrying_async(what, lambda: fs._cp_file(path, copy))
+    return ""
+
+
+async def _outcome(fs: "AzureBlobFileSystem", copy: str) -> str:
+    """Waits until Azure has made a copy, which adlfs only asks for; returns why it has not."""
+    container, name, _ = fs.split_path(copy)
+    progress, grown_at = None, time.monotonic()
+    async with fs.service_client.get_blob_client(container, name) as client:
+        while True:
+            state = (await client.get_blob_properties()).copy
+            if state.status != "pending":
+                break
+            if state.progress != progress:
+                progress, grown_at = state.progress, time.monotonic()
+            elif time.monotonic() - grown_at > _STANDSTILL_S:
+                return f"nothing has been copied for {_STANDSTILL_S:.0f} s, after {progress} bytes"
+            await asyncio.sleep(_POLL_S)
+    return "" if state.status in ("success", None) else f"{state.status}: {state.status_description}"
+
+
+async def _copied_in_parts(fs: "S3FileSystem", path: str, copy: str, size: int) -> None:
+    bucket, key, _ = fs.split_path(path)
+    to_bucket, to_key, _ = fs.split_path(copy)
+    target = {"Bucket": to_bucket, "Key": to_key}
+    token = new_token()
+    part = part_size(size, _S3_PART)
+    room = asyncio.Semaphore(_PARTS_AT_A_TIME)
+
+    async def ask(method: str, **arguments: Any) -> Any:
+        what = f"{method} of s3://{copy}"
+        return await retrying_async(what, lambda: fs._call_s3(method, **target, **arguments))
+
+    upload, is_marked = await begin_upload(fs, token, lambda own: ask("create_multipart_upload", Metadata=own))
+
+    async def copy_part(number: int) -> dict[str, Any]:
+        start = (number - 1) * part
+        span = f"bytes={start}-{min(start + part, size) - 1}"
+        origin = {"Bucket": bucket, "Key": key}
+        async with room:
+            answer = await ask(
+                "upload_part_copy", UploadId=upload, PartNumber=number, CopySource=origin, CopySourceRange=span
+            )
+        return {"PartNumber": number, "ETag": answer["CopyPartResult"]["ETag"]}
+
+    try:
+        parts = await _all([copy_part(number) for number in range(1, -(-size // part) + 1)])
+        try:
+            await ask("complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": parts})
+        except FileNotFoundError:  # an attempt whose answer was lost may have succeeded
+            if not is_marked or (await ask("head_object"))["Metadata"].get(TOKEN) != token:
+                raise
+    except BaseException:
+        await asyncio.shield(ask("abort_multipart_upload", UploadId=upload))
+        raise
+
+
+async def _all(calls: list[Awaitable[Any]]) -> list[Any]:
+    """The results of all calls. If one fails, none goes on."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise

@@ -1,0 +1,64 @@
+"""Small text files, such as those of hyperparameters."""
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Literal
+
+from lightning.fabric.storage.paths.filesystem import filesystem, kind, kind_of, shares_names
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.transport.errors import questions_named
+from lightning.fabric.storage.transport.open import open_reader, open_writer
+
+_Path = str | os.PathLike[str]
+
+
+@contextmanager
+def open_text(path: _Path, mode: Literal["r", "w"]) -> Iterator[IO[str]]:
+    """A text file in UTF-8, with line ends as they are, which is held in memory as a whole.
+
+    Args:
+        path: A local path or a URL of any fsspec protocol.
+        mode: ``"r"`` to read. ``"w"`` to write a file that takes the place of the previous one when the context ends
+            without an exception, whole or not at all.
+
+    Raises:
+        FileNotFoundError: There is no file to read at ``path``.
+        OSError: On leaving the context, if the file could not be written. What was at ``path`` before is unchanged.
+    """
+    location = locate(path)
+    if mode == "r":
+        with open_reader(location) as file:
+            content = file.read().decode("utf-8")
+        yield io.StringIO(content, newline="")
+    else:
+        text = io.StringIO(newline="")
+        yield text
+        with open_writer(location) as file:
+            file.write(text.getvalue().encode("utf-8"))
+
+
+def is_there(path: _Path) -> bool:
+    """Whether there is something at ``path`` now, whatever this process remembers of the store.
+
+    Raises:
+        OSError: The store did not answer.
+    """
+    location = locate(path)
+    with questions_named(location):
+        return kind(location) != "nothing"
+
+
+def has_folder(path: _Path) -> bool:
+    """Whether there is a folder for a file at ``path``, or none is needed."""
+    location = locate(path)
+    if isinstance(location, Path):
+        return location.parent.is_dir()
+    if shares_names(location):
+        return True
+    fs, inside = filesystem(location)
+    folder = fs._parent(inside)
+    fs.invalidate_cache(fs._parent(folder))
+    return kind_of(fs, folder) == "directory"

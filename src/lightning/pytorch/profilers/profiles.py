@@ -1,0 +1,126 @@
+"""What profilers write to a folder that may be a URL.
+
+A profile is not worth the training: a store that does not take it is a warning that says where it stays on this
+machine, and training goes on.
+"""
+
+import io
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from fsspec.implementations.local import LocalFileSystem
+from typing_extensions import override
+
+from lightning.fabric.storage.paths.location import Location, display, join, locate
+from lightning.fabric.storage.transport.open import open_writer
+from lightning.fabric.storage.transport.text import open_text
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+_PIECE = 16 * 2**20
+#: By folder at a URL, the one for what it did not take.
+_kept: dict[Location, Path] = {}
+
+
+@contextmanager
+def folder_for(dirpath: str | os.PathLike[str]) -> Iterator[str]:
+    """A folder on this machine to write files into, which are in ``dirpath`` when the context ends.
+
+    Args:
+        dirpath: A local path, which is made and given back, or a URL.
+    """
+    location = locate(dirpath)
+    if isinstance(location, Path):
+        LocalFileSystem().makedirs(str(dirpath), exist_ok=True)
+        yield str(dirpath)
+        return
+    with tempfile.TemporaryDirectory(prefix="lightning-profile-") as folder:
+        yield folder
+        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            _copy(path, location, path.relative_to(folder).as_posix())
+
+
+def open_report(dirpath: str | os.PathLike[str], name: str) -> IO[str]:
+    """The text file ``name`` in ``dirpath``, to add to at its end."""
+    location = locate(dirpath)
+    if isinstance(location, Path):
+        local = LocalFileSystem()
+        local.makedirs(str(dirpath), exist_ok=True)
+        file: IO[str] = local.open(os.path.join(dirpath, name), "a")
+        return file
+    return _Report(location, name)
+
+
+def export_stacks(profiler: "torch.profiler.profile", path: str, metric: str) -> None:
+    """Writes the stacks of ``profiler`` to a file, and warns once in a process if it has recorded none."""
+    profiler.export_stacks(path, metric=metric)
+    if os.path.getsize(path) == 0:
+        _warn_of_no_stacks()
+
+
+@cache
+def _warn_of_no_stacks() -> None:
+    log.warning(
+        "PyTorch has recorded no stacks, and their file is empty. It records them with `with_stack=True` and an"
+        " `experimental_config` that has `verbose=True`, which PyTorchProfiler asks for unless it is given one."
+    )
+
+
+class _Report(io.StringIO):
+    """Goes to the store when it is closed, after what is there."""
+
+    def __init__(self, folder: Location, name: str) -> None:
+        super().__init__(newline="")
+        self._folder = folder
+        self._name = name
+
+    @override
+    def close(self) -> None:
+        if self.closed:
+            return
+        text = self.getvalue()
+        super().close()
+        try:
+            location = join(self._folder, self._name)
+            with open_text(location, "w") as file:  # is written at the end
+                file.write(_content(location) + text)
+        except OSError as error:
+            with open(_kept_instead(self._folder, error) / self._name, "a", newline="") as kept:
+                kept.write(text)
+
+
+def _content(location: Location) -> str:
+    try:
+        with open_text(location, "r") as file:
+            return file.read()
+    except FileNotFoundError:
+        return ""
+
+
+def _copy(path: Path, folder: Location, name: str) -> None:
+    try:
+        with open(path, "rb") as file, open_writer(join(folder, name)) as sink:
+            sink.expect(path.stat().st_size)
+            shutil.copyfileobj(file, sink, _PIECE)
+    except OSError as error:
+        kept = _kept_instead(folder, error) / name
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, kept)
+
+
+def _kept_instead(folder: Location, error: OSError) -> Path:
+    """A folder of this machine for what ``folder`` did not take. It is told once, for there may be dozens of files."""
+    if folder not in _kept:
+        _kept[folder] = Path(tempfile.mkdtemp(prefix="lightning-profiles-"))
+        log.warning(f"Profiles for {display(folder)} stay in {_kept[folder]}. {display(str(error))}")
+    return _kept[folder]

@@ -1,0 +1,149 @@
+from pathlib import Path
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.storage.archives.save import save_file
+from lightning.fabric.storage.paths.location import join, locate
+from lightning.fabric.storage.strategies import checkpoints
+from tests.servers import Bucket
+from tests.servers.credentials import SECRET
+from tests.storage import tree  # noqa: F401  # registers the protocol
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/x.ckpt", Path("s3://bucket/x.ckpt")])
+def test_an_older_torch_gets_one_clear_message_for_a_url(path: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "_TORCH_GREATER_EQUAL_2_4", False)
+    with pytest.raises(NotImplementedError, match=r"need PyTorch 2\.4 or newer.*local path instead of s3://bucket/x"):
+        checkpoints.locate_checkpoint(path)
+    assert checkpoints.locate_checkpoint("run/x.ckpt") == Path("run/x.ckpt")
+
+
+@pytest.fixture(params=["local", "s3", "memory", "tree", "generic", "ftp"])
+def place(request: pytest.FixtureRequest, bucket: Bucket, ftp: str, tmp_path: Path) -> Path | str:
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    roots = {"local": tmp_path, "s3": bucket.url, "memory": "memory://run", "ftp": ftp}
+    roots |= {protocol: f"{protocol}://{tmp_path}" for protocol in ("tree", "generic")}
+    return locate(f"{roots[request.param]}/x.ckpt")
+
+
+def make_shards(place: Path | str) -> None:
+    checkpoints.save_sharded({"w": torch.full((3,), 7.0)}, {"epoch": 1}, place)
+
+
+def assert_shards(place: Path | str) -> None:
+    found = checkpoints.find_checkpoint(place)
+    assert checkpoints.is_sharded_checkpoint(found)
+    assert not checkpoints.is_full_checkpoint(found)
+    state = {"w": torch.zeros(3)}
+    checkpoints.load_shards(state, found)
+    assert state["w"].tolist() == [7, 7, 7]
+    assert checkpoints.load_metadata(found) == {"epoch": 1}
+
+
+def test_a_full_file_that_cannot_be_saved_leaves_the_shards_that_it_replaces(place: Path | str) -> None:
+    make_shards(place)
+
+    with pytest.raises(RuntimeError, match="no luck"), checkpoints.saving_full(place, TorchCheckpointIO(), {}):
+        raise RuntimeError("no luck")
+    assert_shards(place)
+
+
+def test_a_full_file_takes_the_place_of_shards(place: Path | str) -> None:
+    make_shards(place)
+    checkpoints.save_full({"w": torch.ones(2)}, place)
+    assert not checkpoints.is_sharded_checkpoint(place)
+    assert checkpoints.is_full_checkpoint(place)
+    assert torch.equal(checkpoints.load_full(place)["w"], torch.ones(2))
+
+
+def test_shards_take_the_place_of_a_full_file(place: Path | str) -> None:
+    checkpoints.save_full({"w": torch.ones(2)}, place)
+    make_shards(place)
+    assert_shards(place)
+    assert not checkpoints.is_full_checkpoint(place)
+
+
+def test_a_folder_that_is_no_checkpoint_is_in_the_way_only_where_names_are_not_shared(place: Path | str) -> None:
+    save_file("mine", join(place, "notes.pt"))
+    assert checkpoints.is_folder_in_the_way(place) is not str(place).startswith("s3:")
+    make_shards(place)
+    assert not checkpoints.is_folder_in_the_way(place)
+
+
+@pytest.mark.parametrize("front", ["fabric", "pytorch"])
+@pytest.mark.parametrize("kind", ["fsdp", "model_parallel"])
+def test_the_error_about_a_folder_in_the_way_hides_the_password(front: str, kind: str, ftp: str) -> None:
+    strategies = pytest.importorskip(f"lightning.{front}.strategies")
+    if kind == "fsdp":
+        strategy = strategies.FSDPStrategy(state_dict_type="full")
+    else:
+        arguments = {"parallelize_fn": lambda module, mesh: module} if front == "fabric" else {}
+        strategy = strategies.ModelParallelStrategy(save_distributed_checkpoint=False, **arguments)
+    path, state = f"{ftp}/x.ckpt", dict[str, object]()
+    save_file("mine", f"{path}/notes.pt")
+    with pytest.raises(IsADirectoryError, match=r"is a directory: ftp://.*/x\.ckpt") as raised:
+        strategy.save_checkpoint(*((path, state) if front == "fabric" else (state, path)))
+    assert SECRET not in str(raised.value)
+
+
+def refuse_removal(method: str, path: str) -> int | None:
+    return 403 if method == "DELETE" or "?delete" in path else None
+
+
+def test_a_full_file_that_cannot_be_removed_after_the_shards_are_saved_is_a_warning(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = f"{bucket.url}/x.ckpt"
+    checkpoints.save_full({"w": torch.ones(2)}, place)
+    with bucket.refusing(refuse_removal):
+        make_shards(place)
+    assert "Could not remove" in caplog.text
+    assert checkpoints.is_sharded_checkpoint(place)  # and the folder is what counts
+
+
+def test_shards_that_cannot_be_removed_after_the_full_file_is_saved_are_an_error_that_says_so(bucket: Bucket) -> None:
+    place = f"{bucket.url}/x.ckpt"
+    make_shards(place)
+    with bucket.refusing(refuse_removal), pytest.raises(OSError, match="still what would be loaded"):
+        checkpoints.save_full({"w": torch.ones(2)}, place)
+
+
+def test_whoever_may_only_write_can_save(bucket: Bucket) -> None:
+    place = f"{bucket.url}/x.ckpt"
+    with bucket.refusing(lambda method, path: None if method in ("PUT", "POST") else 403):
+        checkpoints.save_full({"w": torch.ones(2)}, place)
+        make_shards(f"{place}-shards")
+    assert checkpoints.is_full_checkpoint(place)
+    assert_shards(f"{place}-shards")
+
+
+@pytest.mark.parametrize("refused", ["DELETE", "GET"])  # removal, and the listing before it
+def test_old_shards_that_cannot_be_removed_do_not_fail_the_save(
+    refused: str, bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = f"{bucket.url}/x.ckpt"
+    checkpoints.save_sharded({"w": torch.ones(3)}, None, place)
+    with bucket.refusing(lambda method, path: 403 if method == refused else None):
+        checkpoints.save_sharded({"w": torch.full((3,), 2.0)}, None, place)
+    assert "Could not remove what earlier saves have left" in caplog.text
+    state = {"w": torch.zeros(3)}
+    checkpoints.load_shards(state, place)
+    assert state["w"].tolist() == [2, 2, 2]
+    assert len([name for name in bucket.names() if name.endswith(".distcp")]) == 2
+    checkpoints.save_sharded({"w": torch.ones(3)}, None, place)
+    assert len([name for name in bucket.names() if name.endswith(".distcp")]) == 1
+
+
+@pytest.mark.parametrize("part", [".metadata", ".distcp"])
+def test_a_shard_that_cannot_be_read_is_an_oserror_that_names_the_checkpoint(part: str, bucket: Bucket) -> None:
+    place = f"{bucket.url}/x.ckpt"
+    checkpoints.save_sharded({"w": torch.ones(3), "optimizer": {"w": torch.ones(3)}}, None, place)
+    with (
+        bucket.refusing(lambda method, path: 403 if part in path else None),
+        pytest.raises(OSError, match=rf"Could not (read|load the sharded checkpoint) {place}.*Forbidden"),
+    ):
+        checkpoints.load_shards({"w": torch.zeros(3)}, place)
