@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.sharded.global_plan import PackedPlan
-from lightning.fabric.storage.sharded.save_planner import Plans, Shard
+from lightning.fabric.storage.sharded.save_planner import PlanCache, Shard
 from lightning.fabric.storage.sharded.writer import Report, ShardWriter
 
 TICK_S = 0.001
@@ -109,9 +109,9 @@ class Steps:
 
 
 class Crowd:
-    """A meeting of many ranks, of which only rank zero is there: it speaks for the others.
+    """A group of many ranks, of which only rank zero is there: it speaks for the others.
 
-    It takes the place of :class:`~lightning.fabric.storage.collectives.coordinator.Meeting`. What every
+    It takes the place of :class:`~lightning.fabric.storage.collectives.rank_group.RankGroup`. What every
     rank says and is answered is pickled and unpickled, as it would be, and what rank zero does with it is measured.
 
     Args:
@@ -133,7 +133,7 @@ class Crowd:
         self._silent = 0
         self._written: list[bytes] = []
 
-    def hold(self, what: str, mine: Callable[[], Any], decide: Callable[[list[Any]], list[Any]]) -> Any:
+    def gather_scatter(self, what: str, mine: Callable[[], Any], decide: Callable[[list[Any]], list[Any]]) -> Any:
         own = mine()
         name = self._name(own)
         sent = [pickle.dumps(one) for one in self._all(own)]
@@ -181,7 +181,7 @@ class Crowd:
 def save(world: int, folder: Path) -> tuple[Steps, dict[str, int]]:
     """Saves twice; the plans of the second time are those of the first. Only rank zero writes, and small tensors."""
     first, second = Steps(), Steps()
-    agreed, crowd = Plans(), Crowd(world, first, folder / "x.ckpt")
+    agreed, crowd = PlanCache(), Crowd(world, first, folder / "x.ckpt")
     with plans.rank_of(world, 0) as mesh:
         state = plans.state(LAYERS, mesh)
         with first.step("every rank: plan"):

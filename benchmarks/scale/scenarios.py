@@ -82,11 +82,11 @@ class Measured:
                 report=self._bytes("torch: report", ranks),
                 metadata=self._bytes("torch: metadata", ranks),
             )
-        meeting, said = ("again: compare", "compare") if joins == "nobody" else ("join", "join")
+        group, said = ("again: compare", "compare") if joins == "nobody" else ("join", "join")
         return Planning(
             local=self._seconds(["every rank: plan", "every rank: digest"], ranks),
             global_plan=self._seconds(
-                [f"{meeting}{part}" for part in (": unpickle what is said", "", ": pickle the answers")], ranks
+                [f"{group}{part}" for part in (": unpickle what is said", "", ": pickle the answers")], ranks
             ),
             commit=self._seconds(["collect: unpickle what is said", "collect", "commit"], ranks),
             plan=self._bytes(f"{said}: said", ranks),

@@ -97,13 +97,13 @@ def test_the_line_of_a_background_save_has_what_it_stalled_and_what_it_did_besid
 
 
 def test_the_line_does_not_claim_to_know_what_a_client_keeps_to_itself() -> None:
-    report = SaveReport(locate("s3://bucket/x.ckpt"), retries=2, retries_untold=True)
+    report = SaveReport(locate("s3://bucket/x.ckpt"), retries=2, retries_unknown=True)
     assert report.line().endswith(", at least 2 retries")
 
 
 @pytest.mark.parametrize("untold", [False, True])
 def test_the_line_says_nothing_of_what_there_was_none_of(untold: bool) -> None:
-    report = SaveReport(locate("s3://bucket/x.ckpt"), 2**20, {"upload": 2.0}, retries_untold=untold)
+    report = SaveReport(locate("s3://bucket/x.ckpt"), 2**20, {"upload": 2.0}, retries_unknown=untold)
     assert report.line() == "Saved s3://bucket/x.ckpt: 1.0 MiB, training stalled for 2.00 s, 0 MiB/s"
 
 

@@ -15,7 +15,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.fabric.storage.background import pending
 from lightning.fabric.storage.background.queue import watching
-from lightning.fabric.storage.background.saver import engine_of
+from lightning.fabric.storage.background.saver import saver_of
 from lightning.fabric.storage.strategies.checkpoints import saving_full
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as TrainersAsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -100,7 +100,7 @@ def test_an_earlier_error_is_raised_by_the_next_save(tmp_path: Path) -> None:
     io = AsyncCheckpointIO()
     with watching() as saves:
         io.save_checkpoint({}, tmp_path / "file" / "x.ckpt")
-    io.engine._queue.wait()
+    io.saver._queue.wait()
     assert saves[0].error is not None
     with pytest.raises(OSError, match="file"):
         io.save_checkpoint({}, tmp_path / "y.ckpt")
@@ -111,9 +111,9 @@ def test_it_reaches_other_processes_and_wrappers(tmp_path: Path) -> None:
     io = AsyncCheckpointIO(max_in_flight=2)
     io.save_checkpoint({}, tmp_path / "x.ckpt")
     copy = pickle.loads(pickle.dumps(io))
-    assert copy.engine is not io.engine
-    assert engine_of(_WrappingCheckpointIO(TrainersAsyncCheckpointIO())) is not None
-    assert engine_of(TorchCheckpointIO()) is None
+    assert copy.saver is not io.saver
+    assert saver_of(_WrappingCheckpointIO(TrainersAsyncCheckpointIO())) is not None
+    assert saver_of(TorchCheckpointIO()) is None
     pending.drain()
 
 
@@ -163,12 +163,12 @@ def test_memory_is_given_back_by_saves_that_were_given_up(tmp_path: Path) -> Non
     io = AsyncCheckpointIO(base, max_in_flight=2)
     for number in range(2):
         io.save_checkpoint({}, tmp_path / f"{number}.ckpt")
-    io.engine._queue.give_up()
+    io.saver._queue.give_up()
     base.goes_on.set()
-    io.engine._queue.wait_for_room(tmp_path / "2.ckpt")
+    io.saver._queue.wait_for_room(tmp_path / "2.ckpt")
     io.save_checkpoint({}, tmp_path / "2.ckpt")
     io.drain()
-    assert len(io.engine._staging._free) == 2
+    assert len(io.saver._staging._free) == 2
 
 
 def test_a_plugin_that_waits_for_its_own_save_is_told_so(tmp_path: Path) -> None:
@@ -223,15 +223,15 @@ def test_fabric_saves_in_the_background_and_tells_at_the_next_step_what_failed(t
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
     fabric.save(tmp_path / "x.ckpt" / "below-a-file", {"model": model})
-    fabric.strategy.checkpoint_io.engine._queue.wait()
+    fabric.strategy.checkpoint_io.saver._queue.wait()
     with pytest.raises(OSError, match="below-a-file"):
         optimizer.step()
 
 
 def test_memory_for_the_first_save_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = AsyncCheckpointIO().engine
+    saver = AsyncCheckpointIO().saver
     sizes: list[int] = []
-    monkeypatch.setattr(engine._staging, "warm", lambda size, pinned: sizes.append(size))
-    engine.warm([torch.ones(2**20), torch.ones(2**20)])
-    assert engine.is_warm
+    monkeypatch.setattr(saver._staging, "warm", lambda size, pinned: sizes.append(size))
+    saver.warm([torch.ones(2**20), torch.ones(2**20)])
+    assert saver.is_warm
     assert 8 * 2**20 < sizes[0] < 10 * 2**20

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from lightning.fabric.storage.paths.location import Location, locate
 from lightning.fabric.storage.sharded import byte_ranges
 from lightning.fabric.storage.sharded import read_plan as read_plan_module
-from lightning.fabric.storage.sharded.byte_ranges import Region
+from lightning.fabric.storage.sharded.byte_ranges import ByteRange
 from lightning.fabric.storage.sharded.checksums import BLOCK, Record, records_of
 from lightning.fabric.storage.sharded.read_plan import read_plan
 from lightning.fabric.storage.transport.open import open_source
@@ -141,7 +141,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-# Regions
+# ByteRanges
 
 
 def test_a_region_is_cut_into_boxes_that_hold_each_of_its_bytes_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_a_region_is_cut_into_boxes_that_hold_each_of_its_bytes_once(monkeypatch
         numbers = np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
         wanted = numbers[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
         for unlimited in (True, False):
-            region = Region(shape, offsets, lengths, 4)
+            region = ByteRange(shape, offsets, lengths, 4)
             found, last = np.full(lengths, -1), -1
             for box in region.boxes(unlimited):
                 assert box.start >= last  # by the first byte
@@ -175,7 +175,7 @@ def test_a_region_is_cut_into_boxes_that_hold_each_of_its_bytes_once(monkeypatch
 @pytest.mark.parametrize(("offsets", "lengths"), [((0, 0), (2, 4)), ((-1, 0), (1, 1)), ((0,), (1,)), ((2, 0), (1, 1))])
 def test_a_region_beyond_a_tensor_is_an_error(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="has no"):
-        Region((2, 3), offsets, lengths, 4)
+        ByteRange((2, 3), offsets, lengths, 4)
 
 
 # Loading

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from lightning.fabric.storage.collectives.channel import Channel
-from lightning.fabric.storage.collectives.coordinator import Meeting
+from lightning.fabric.storage.collectives.rank_group import RankGroup
 from lightning.fabric.storage.sharded import save_planner
 from lightning.fabric.storage.sharded.checksums import FileRecords, Record
 from lightning.fabric.storage.sharded.global_plan import PackedPlan, join_plans
-from lightning.fabric.storage.sharded.save_planner import Plans
+from lightning.fabric.storage.sharded.save_planner import PlanCache
 
 
 class Table:
@@ -51,18 +51,18 @@ class Seat(Channel):
         return self._table.answers[self.rank]
 
 
-def together(world: int, act: Callable[[Meeting], Any]) -> list[Any]:
+def together(world: int, act: Callable[[RankGroup], Any]) -> list[Any]:
     """What each rank's thread returns, or raises."""
 
-    def caught(meeting: Meeting) -> Any:
+    def caught(group: RankGroup) -> Any:
         try:
-            return act(meeting)
+            return act(group)
         except BaseException as error:
             return error
 
     table = Table(world)
     with ThreadPoolExecutor(world) as threads:
-        return list(threads.map(caught, [Meeting(Seat(table, rank)) for rank in range(world)]))
+        return list(threads.map(caught, [RankGroup(Seat(table, rank)) for rank in range(world)]))
 
 
 def item(name: str, at: int, size: int, of: int, kind: WriteItemType | None = None) -> WriteItem:
@@ -79,39 +79,39 @@ def plan_of(rank: int, size: int = 4) -> SavePlan:
 def test_what_has_not_changed_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
     joins = []
     monkeypatch.setattr(save_planner, "join_plans", lambda packed: joins.append(1) or join_plans(packed))
-    known = [Plans(), Plans()]
-    before = together(2, lambda meeting: known[meeting.rank].agree(lambda: plan_of(meeting.rank), meeting))
-    again = together(2, lambda meeting: known[meeting.rank].agree(lambda: plan_of(meeting.rank), meeting))
+    known = [PlanCache(), PlanCache()]
+    before = together(2, lambda group: known[group.rank].agree(lambda: plan_of(group.rank), group))
+    again = together(2, lambda group: known[group.rank].agree(lambda: plan_of(group.rank), group))
     assert (again, len(joins)) == (before, 1)
     assert [[one.index.fqn for one in plan.items] for plan, _ in again] == [["w", "step"], ["w"]]
-    larger = together(2, lambda meeting: known[meeting.rank].agree(lambda: plan_of(meeting.rank, 8), meeting))
+    larger = together(2, lambda group: known[group.rank].agree(lambda: plan_of(group.rank, 8), group))
     assert len(joins) == 2
     assert described(larger[0][1]).state_dict_metadata["w"].size == torch.Size([16])
 
 
 def test_ranks_that_know_different_plans_agree_anew() -> None:
-    known = [Plans(), Plans()]
-    before = together(2, lambda meeting: known[meeting.rank].agree(lambda: plan_of(meeting.rank), meeting))
-    known[1] = Plans()  # as after a failure there
-    again = together(2, lambda meeting: known[meeting.rank].agree(lambda: plan_of(meeting.rank), meeting))
+    known = [PlanCache(), PlanCache()]
+    before = together(2, lambda group: known[group.rank].agree(lambda: plan_of(group.rank), group))
+    known[1] = PlanCache()  # as after a failure there
+    again = together(2, lambda group: known[group.rank].agree(lambda: plan_of(group.rank), group))
     assert [plan for plan, _ in again] == [plan for plan, _ in before]
     assert described(again[0][1]) == described(before[0][1])
 
 
 def joined(*of_ranks: SavePlan) -> tuple[list[list[str]], Metadata]:
     """What each rank writes, by name, and the metadata."""
-    answers, joint = join_plans([PackedPlan.of(plan) for plan in of_ranks])
+    answers, global_plan = join_plans([PackedPlan.of(plan) for plan in of_ranks])
     written = [
         [item.index.fqn for item, is_written in zip(plan.items, answer, strict=True) if is_written]
         for plan, answer in zip(of_ranks, answers, strict=True)
     ]
-    return written, described(joint, [len(names) for names in written])
+    return written, described(global_plan, [len(names) for names in written])
 
 
-def described(joint: Any, counts: Sequence[int] = (2, 1)) -> Metadata:
+def described(global_plan: Any, counts: Sequence[int] = (2, 1)) -> Metadata:
     """What is read of the metadata, if the records of each rank are of 10 bytes."""
     places = [np.array([[10 * number, 10] for number in range(count)]).reshape(-1, 2) for count in counts]
-    metadata = joint.metadata([f"file {rank}" for rank in range(len(counts))], places)
+    metadata = global_plan.metadata([f"file {rank}" for rank in range(len(counts))], places)
     read: Metadata = pickle.loads(pickle.dumps(metadata))
     return read
 
@@ -172,11 +172,11 @@ def test_what_rank_zero_unpickles_and_pickles_does_not_grow_by_an_object_for_eac
             SavePlan([item(f"w{number}", 4 * rank, 4, 4 * world) for number in range(tensors)]) for rank in range(world)
         ]
         packed = [PackedPlan.of(plan) for plan in plans_of_ranks]
-        answers, joint = join_plans(packed)
+        answers, global_plan = join_plans(packed)
         records = [Record(100 * number, 100, 100 * number + 50, 16, b"headdatatail") for number in range(tensors)]
         reports = [{f"file {rank}": FileRecords.of(records)} for rank in range(world)]
         places = [file.places for report in reports for file in report.values()]
-        metadata = joint.metadata([f"file {rank}" for rank in range(world)], places)
+        metadata = global_plan.metadata([f"file {rank}" for rank in range(world)], places)
         assert len(pickle.loads(pickle.dumps(metadata)).storage_data) == world * tensors
         return [objects_in(pickle.dumps(one)) for one in (packed[0], answers[0], reports[0], metadata)]
 
@@ -210,15 +210,15 @@ def test_parts_that_do_not_make_up_a_tensor_are_refused(items: list[WriteItem], 
 def test_a_rank_that_fails_fails_all_of_them_and_knows_its_own_reason() -> None:
     errors: dict[int, BaseException | None] = {}
 
-    def fail(meeting: Meeting) -> None:
+    def fail(group: RankGroup) -> None:
         def say() -> None:
-            if meeting.rank == 1:
+            if group.rank == 1:
                 raise PermissionError("no access")
 
         try:
-            meeting.hold("save", say, lambda said: said)
+            group.gather_scatter("save", say, lambda said: said)
         finally:
-            errors[meeting.rank] = meeting.error
+            errors[group.rank] = group.error
 
     raised = together(2, fail)
     assert all(isinstance(error, CheckpointException) for error in raised)
@@ -231,5 +231,5 @@ def test_rank_zero_that_cannot_decide_fails_all_ranks() -> None:
     def decide(said: list[int]) -> list[int]:
         raise ValueError("no way")
 
-    raised = together(3, lambda meeting: meeting.hold("save", lambda: 1, decide))
+    raised = together(3, lambda group: group.gather_scatter("save", lambda: 1, decide))
     assert [str(error.failures[0][0]) for error in raised] == ["no way"] * 3

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint import Metadata
 
 from lightning.fabric.plugins import AsyncCheckpointIO
 from lightning.fabric.storage.background.pending import drain
-from lightning.fabric.storage.collectives.coordinator import Meeting
+from lightning.fabric.storage.collectives.rank_group import RankGroup
 from lightning.fabric.storage.sharded import metadata_file
-from lightning.fabric.storage.sharded.save_planner import Plans, Shard
+from lightning.fabric.storage.sharded.save_planner import PlanCache, Shard
 from lightning.fabric.storage.sharded.writer import ShardWriter
 from lightning.fabric.storage.strategies import checkpoints
 from lightning.fabric.storage.tools import consolidate, verify
@@ -67,14 +67,14 @@ def test_what_is_the_same_memory_is_one_record_and_what_is_not_has_its_own(saved
 def test_tensors_that_had_the_same_memory_one_after_the_other_are_not_tied(tmp_path: Path) -> None:
     saved, values = state(), {}
 
-    def look(meeting: Meeting) -> Shard:
-        shard = Shard.of(saved, None, meeting)
+    def look(group: RankGroup) -> Shard:
+        shard = Shard.of(saved, None, group)
         values.update({item.index.fqn: len(values) for item in shard.plan.items if item.tensor_data})
         made = lambda item: torch.full((300,), float(values[item.index.fqn]))  # noqa: E731
         return replace(shard, resolve=lambda item: made(item) if item.tensor_data else shard.resolve(item))
 
-    meeting = Meeting()
-    ShardWriter(tmp_path / "x.ckpt", meeting).save(lambda: look(meeting), Plans())
+    group = RankGroup()
+    ShardWriter(tmp_path / "x.ckpt", group).save(lambda: look(group), PlanCache())
     found = places(metadata_file.read_metadata(tmp_path / "x.ckpt")[0])
     assert len(set(found.values())) == len(found)
 

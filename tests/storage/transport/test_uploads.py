@@ -23,10 +23,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lightning.fabric.storage.archives import tensor_bytes
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
-from lightning.fabric.storage.collectives.coordinator import Meeting
+from lightning.fabric.storage.collectives.rank_group import RankGroup
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.save_report import SaveReport, reporting
-from lightning.fabric.storage.sharded.save_planner import Plans, Shard
+from lightning.fabric.storage.sharded.save_planner import PlanCache, Shard
 from lightning.fabric.storage.sharded.writer import ShardWriter
 from lightning.fabric.storage.transport import multipart, retry
 from lightning.fabric.storage.transport import open as transport
@@ -404,11 +404,11 @@ def test_a_shard_of_a_large_job_goes_up_in_larger_parts_of_which_two_are_on_thei
         with lock:
             on_their_way -= 1
 
-    meeting = Meeting()
-    meeting.world_size = 256  # of which the others have nothing to say
+    group = RankGroup()
+    group.world_size = 256  # of which the others have nothing to say
     with bucket.refusing(hold), reporting(report):
-        shard = Shard.of({"w": torch.ones(12 * _MIB)}, None, meeting)
-        ShardWriter(place, meeting).save(lambda: shard, Plans())
+        shard = Shard.of({"w": torch.ones(12 * _MIB)}, None, group)
+        ShardWriter(place, group).save(lambda: shard, PlanCache())
     parts = {part_of(path) for method, path in bucket.requests if method == "PUT"} - {""}
     assert len(parts) == 9  # of 6 MiB, and what is no tensor
     assert highest == 2

@@ -47,7 +47,7 @@ class SaveReport:
             checkpoint: ``link``.
         background: Seconds in another thread, likewise.
         retries: Requests of this process that were sent again, as far as the client of the store tells.
-        retries_untold: Whether a part went through a client that sends requests again without telling.
+        retries_unknown: Whether a part went through a client that sends requests again without telling.
     """
 
     location: Location
@@ -55,7 +55,7 @@ class SaveReport:
     stages: dict[str, float] = field(default_factory=dict)
     background: dict[str, float] = field(default_factory=dict)
     retries: int = 0
-    retries_untold: bool = False
+    retries_unknown: bool = False
     _files: "list[_File]" = field(default_factory=list, repr=False)
 
     @property
@@ -84,7 +84,7 @@ class SaveReport:
         if moving > 0:
             parts.append(f"{self.size / _MIB / moving:.0f} MiB/s")
         if self.retries:
-            parts.append(f"{'at least ' if self.retries_untold else ''}{self.retries} retries")
+            parts.append(f"{'at least ' if self.retries_unknown else ''}{self.retries} retries")
         return f"Saved {display(self.location)}: {', '.join(parts)}"
 
 
@@ -217,10 +217,10 @@ def count_retry(times: int = 1) -> None:
             current.report.retries += times
 
 
-def leave_retries_untold() -> None:
+def note_unknown_retries() -> None:
     """Tells the current report that a client is at work which sends requests again without telling."""
     if (current := _current.get()) is not None:
-        current.report.retries_untold = True
+        current.report.retries_unknown = True
 
 
 def listen(listener: Listener) -> Callable[[], None]:

@@ -16,7 +16,7 @@ from weakref import proxy
 
 from lightning.fabric.storage.background import pending
 from lightning.fabric.storage.background.queue import unconditionally, watching, without_skipping
-from lightning.fabric.storage.background.saver import engine_of, saves_here, states_of
+from lightning.fabric.storage.background.saver import saver_of, saves_here, states_of
 from lightning.fabric.storage.collectives.errors import together_in
 from lightning.fabric.storage.paths.location import display, locate
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
@@ -57,7 +57,7 @@ def _pending(callback: "ModelCheckpoint") -> dict[int, Record]:
 
 
 def _saves_in_background(trainer: "Trainer") -> bool:
-    return engine_of(trainer.strategy.checkpoint_io) is not None
+    return saver_of(trainer.strategy.checkpoint_io) is not None
 
 
 #: What rank zero tells the others before each step: the sum of these.
@@ -118,10 +118,10 @@ def step_ended(trainer: "Trainer") -> None:
     """
     if not _are_steps_together(trainer):
         pending.settle()
-    engine = engine_of(trainer.strategy.checkpoint_io)
-    if engine is not None and not engine.is_warm and trainer.global_step > 0 and saves_here(trainer.strategy):
+    saver = saver_of(trainer.strategy.checkpoint_io)
+    if saver is not None and not saver.is_warm and trainer.global_step > 0 and saves_here(trainer.strategy):
         module = trainer.lightning_module
-        engine.warm([*module.parameters(), *module.buffers(), *states_of(trainer.optimizers)])
+        saver.warm([*module.parameters(), *module.buffers(), *states_of(trainer.optimizers)])
 
 
 def begin(callback: "ModelCheckpoint", trainer: "Trainer") -> None:

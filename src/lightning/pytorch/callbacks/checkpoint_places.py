@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.storage.background.queue import unconditionally
-from lightning.fabric.storage.background.saver import engine_of
+from lightning.fabric.storage.background.saver import saver_of
 from lightning.fabric.storage.collectives.errors import from_rank_zero, together_in
 from lightning.fabric.storage.own_plugins import loads_from_path, saves_at_path
 from lightning.fabric.storage.paths.filesystem import is_same, is_within, kind, shares_names
@@ -85,7 +85,7 @@ def can_be_linked_to(trainer: "Trainer", path: str) -> bool:
     """Whether a checkpoint that has been saved, or is about to be, is at ``path`` itself; a collective call."""
     if saves_at_path(trainer.strategy):
         return True
-    if engine_of(trainer.strategy.checkpoint_io) is not None:
+    if saver_of(trainer.strategy.checkpoint_io) is not None:
         return loads_from_path(trainer.strategy)  # it may not be there yet
     return from_rank_zero(lambda: _is_something_at(path), f"looking for {display(path)}")
 
@@ -281,8 +281,8 @@ def copy_as_last(callback: "ModelCheckpoint", trainer: "Trainer", path: str, is_
     copied = (target, path, callback._last_global_step_saved)
     if vars(callback).get(_COPIED) == copied or target == path:
         return
-    engine = engine_of(trainer.strategy.checkpoint_io)
-    if engine is None:
+    saver = saver_of(trainer.strategy.checkpoint_io)
+    if saver is None:
         # in the profiler's report; it is no save of its own
         doing = f"copying {display(target)} to {display(path)}"
         with reporting(SaveReport(locate(path))), stage("link"), together_in(trainer.strategy, doing):
@@ -290,5 +290,5 @@ def copy_as_last(callback: "ModelCheckpoint", trainer: "Trainer", path: str, is_
                 duplicate(target, path)
     elif trainer.is_global_zero:
         with unconditionally() if is_durable else nullcontext():
-            engine.copy_when_saved(locate(path), lambda: duplicate(target, path))
+            saver.copy_when_saved(locate(path), lambda: duplicate(target, path))
     vars(callback)[_COPIED] = copied

@@ -11,7 +11,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.storage.background import pending
 from lightning.fabric.storage.background.queue import OnError
-from lightning.fabric.storage.background.saver import Engine, WhenBusy
+from lightning.fabric.storage.background.saver import BackgroundSaver, WhenBusy
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.types import _PATH
@@ -57,19 +57,19 @@ class AsyncCheckpointIO(CheckpointIO):
             raise ValueError(f'`on_error` is "raise" or "warn", not {on_error!r}')
         super().__init__()
         self._checkpoint_io = checkpoint_io
-        self._engine_arguments = (max_in_flight, when_busy, on_error)
-        self._engine: Engine | None = None
+        self._saver_arguments = (max_in_flight, when_busy, on_error)
+        self._saver: BackgroundSaver | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # a launcher may send the plugin to processes of its own, before anything is saved
-        return {**self.__dict__, "_engine": None}
+        return {**self.__dict__, "_saver": None}
 
     @property
-    def engine(self) -> Engine:
+    def saver(self) -> BackgroundSaver:
         """What saves in the background."""
-        if self._engine is None or self._engine.process != os.getpid():  # a fork has none of its threads
-            self._engine = Engine(*self._engine_arguments)
-        return self._engine
+        if self._saver is None or self._saver.process != os.getpid():  # a fork has none of its threads
+            self._saver = BackgroundSaver(*self._saver_arguments)
+        return self._saver
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -94,7 +94,7 @@ class AsyncCheckpointIO(CheckpointIO):
         if not _distributed_is_initialized() or torch.distributed.get_world_size() == 1:
             pending.settle()  # else this rank would fail alone, and the others wait for it
         io, path = self.checkpoint_io, _fixed(path)
-        self.engine.save(
+        self.saver.save(
             checkpoint, locate(path), lambda copy: io.save_checkpoint(copy, path, storage_options=storage_options)
         )
 
@@ -113,7 +113,7 @@ class AsyncCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: _PATH) -> None:
         """Has a checkpoint removed after what is on its way, unless the last save before that fails."""
         io, path = self.checkpoint_io, _fixed(path)
-        self.engine.remove(locate(path), lambda: io.remove_checkpoint(path))
+        self.saver.remove(locate(path), lambda: io.remove_checkpoint(path))
 
     def drain(self) -> None:
         """Waits until everything that is on its way is durable.

@@ -25,18 +25,18 @@ from lightning.fabric.utilities.distributed import _distributed_is_initialized
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from lightning.fabric.storage.collectives.coordinator import Meeting
-    from lightning.fabric.storage.sharded.save_planner import Plans, Shard
+    from lightning.fabric.storage.collectives.rank_group import RankGroup
+    from lightning.fabric.storage.sharded.save_planner import PlanCache, Shard
 
 WhenBusy = Literal["wait", "skip"]
 
 #: What memory is prepared for beside model and optimizers.
 _EXTRA = 2**20
-#: Of saves by all ranks, whichever engine they are of.
+#: Of saves by all ranks, whichever saver they are of.
 _numbers = itertools.count(1)
 
 
-class Engine:
+class BackgroundSaver:
     """What one plugin, or what wraps it, saves with.
 
     Args:
@@ -58,7 +58,7 @@ class Engine:
         #: Of the ranks, for the background, and the group of training that it belongs to.
         self._channel: Channel | None = None
         self._channel_of: ProcessGroup | None = None
-        self._plans: Plans | None = None
+        self._plans: PlanCache | None = None
 
     def set_up(self) -> None:
         """Makes the process group in which the ranks meet in the background; a collective call."""
@@ -104,8 +104,8 @@ class Engine:
             location: Where to.
         """
         from lightning.fabric.storage.background.staged_shard import stage as stage_shard
-        from lightning.fabric.storage.collectives.coordinator import Meeting
-        from lightning.fabric.storage.sharded.save_planner import Plans, Shard
+        from lightning.fabric.storage.collectives.rank_group import RankGroup
+        from lightning.fabric.storage.sharded.save_planner import PlanCache, Shard
 
         self.set_up()
         if isinstance(location, Path):
@@ -115,22 +115,22 @@ class Engine:
         if self._skips and may_skip() and not from_rank_zero(lambda: self._queue.has_room, doing):
             self._queue.skip(save)
             return
-        plans = self._plans = self._plans or Plans()
-        meeting = Meeting(self._channel)
+        plans = self._plans = self._plans or PlanCache()
+        group = RankGroup(self._channel)
         self.is_warm = True
         with reporting(save.report):
             with stage("wait"):
                 self._queue.wait_for_room(location)
             try:
                 with stage("stage"):
-                    shard = stage_shard(Shard.of(state, meta, meeting), self._staging)
+                    shard = stage_shard(Shard.of(state, meta, group), self._staging)
             except BaseException as error:
                 # the other ranks learn of it where all meet, and this one raises it when they do
-                self._queue.submit(save, partial(_save_shard, location, meeting, partial(_fail, error), plans))
+                self._queue.submit(save, partial(_save_shard, location, group, partial(_fail, error), plans))
                 if not isinstance(error, Exception):
                     raise
                 return
-        work = partial(_save_shard, location, meeting, shard.arrived, plans)
+        work = partial(_save_shard, location, group, shard.arrived, plans)
         self._queue.submit(save, work, shard.copy.release)
 
     def remove(self, location: Location, work: Callable[[], None], is_partial: bool = False) -> None:
@@ -188,33 +188,33 @@ def saves_here(strategy: Any) -> bool:
 
 def optimizer_stepped(strategy: Any, optimizer: Optimizer) -> None:
     """To be called after each step of an optimizer that Fabric has set up."""
-    engine = engine_of(getattr(strategy, "checkpoint_io", None))
-    if engine is not None and not engine.is_warm and saves_here(strategy):
-        engine.stepped(optimizer)
+    saver = saver_of(getattr(strategy, "checkpoint_io", None))
+    if saver is not None and not saver.is_warm and saves_here(strategy):
+        saver.stepped(optimizer)
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _save_shard(location: Location, meeting: "Meeting", look: "Callable[[], Shard]", plans: "Plans") -> None:
+def _save_shard(location: Location, group: "RankGroup", look: "Callable[[], Shard]", plans: "PlanCache") -> None:
     from lightning.fabric.storage.sharded.writer import ShardWriter
 
-    with failures_of_ranks("save", location, meeting):
-        ShardWriter(location, meeting).save(look, plans)
+    with failures_of_ranks("save", location, group):
+        ShardWriter(location, group).save(look, plans)
 
 
 def _fail(error: BaseException) -> Any:
     raise error
 
 
-def engine_of(checkpoint_io: Any) -> Engine | None:
+def saver_of(checkpoint_io: Any) -> BackgroundSaver | None:
     """The engine of a plugin, or of one that it wraps; None if it saves in the training thread."""
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO  # which imports what is above
 
     while isinstance(checkpoint_io, CheckpointIO):
-        engine = getattr(checkpoint_io, "engine", None)
-        if isinstance(engine, Engine):
-            return engine
+        saver = getattr(checkpoint_io, "saver", None)
+        if isinstance(saver, BackgroundSaver):
+            return saver
         checkpoint_io = getattr(checkpoint_io, "checkpoint_io", None)
     return None

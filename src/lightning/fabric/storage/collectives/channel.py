@@ -2,8 +2,8 @@
 
 A rank that has done its part does not wait in a collective call, whose time is limited. All ranks meet about twice a
 second, by a thread of each, until every one has said that it has done its part. So nobody's time runs out while a slow
-store takes bytes; a rank that was killed is missed at the next meeting; and of one that makes no progress for
-:data:`PATIENCE` all ranks hear at the same meeting.
+store takes bytes; a rank that was killed is missed at the next group; and of one that makes no progress for
+:data:`PATIENCE` all ranks are told in the same call.
 """
 
 import time
@@ -32,7 +32,7 @@ PATIENCE = timedelta(minutes=30)
 #: How often, in seconds, a rank that is at work meets the others.
 _ROUND_S = 0.5
 
-#: What a rank tells of itself at a meeting.
+#: What a rank reports of itself in a gather.
 _AT_WORK, _DONE, _FAILED, _STUCK, _LEFT = range(5)
 
 
@@ -185,7 +185,7 @@ class Channel:
 
 
 class _Rounds:
-    """Meetings of all ranks, in a thread, until each has finished or one says that it will not.
+    """Gathers of all ranks, in a thread, until each has finished or one says that it will not.
 
     Attributes:
         doing: What is done.

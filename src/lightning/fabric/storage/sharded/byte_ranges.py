@@ -34,7 +34,7 @@ class Box(NamedTuple):
         return tuple(slice(offset, offset + length) for offset, length in zip(self.offsets, self.lengths, strict=True))
 
 
-class Region:
+class ByteRange:
     """A region of a tensor.
 
     Args:
@@ -66,10 +66,10 @@ class Region:
         """Whether its bytes are one run."""
         return self._span(0) == self.nbytes
 
-    def flat(self) -> "Region":
+    def flat(self) -> "ByteRange":
         """The same of a tensor with one dimension; for a region that is dense."""
         first, count = self._start // self.itemsize, self.nbytes // self.itemsize
-        return Region((first + count,), (first,), (count,), self.itemsize)
+        return ByteRange((first + count,), (first,), (count,), self.itemsize)
 
     def boxes(self, unlimited: bool) -> Iterator[Box]:
         """Cuts the region, unless it is empty, where its bytes are far apart or too many for one request.

@@ -77,7 +77,7 @@ class _Part(NamedTuple):
     ranks: Made
 
 
-class Joint:
+class GlobalPlan:
     """What all ranks write, on rank zero. It is the same for all saves of a state that keeps its shape.
 
     Args:
@@ -116,7 +116,7 @@ class Joint:
         return metadata
 
 
-def join_plans(plans: Sequence[PackedPlan]) -> tuple[list[bytes], Joint]:
+def join_plans(plans: Sequence[PackedPlan]) -> tuple[list[bytes], GlobalPlan]:
     """What each rank is to write, and what the checkpoint consists of.
 
     What several ranks have of a distributed tensor is written by the one of them that has the least to write, as by
@@ -227,7 +227,7 @@ def _without_duplicates(rows: _Rows, world: int) -> NDArray[np.bool_]:
     return is_written
 
 
-def _join(rows: _Rows, written: _Numbers) -> Joint:
+def _join(rows: _Rows, written: _Numbers) -> GlobalPlan:
     order = np.argsort(rows.name[written], kind="stable")
     by_name = written[order]
     bounds = np.searchsorted(rows.name[by_name], np.arange(len(rows.names) + 1)).tolist()
@@ -252,7 +252,7 @@ def _join(rows: _Rows, written: _Numbers) -> Joint:
             chunks: Any = Made(list, Made(map, ChunkStorageMetadata, places, shared.sizes(sizes)))
             described[item.name] = TensorStorageMetadata(cast(TensorProperties, item.properties), item.size, chunks)
         parts.append(_Part(slice(start, stop), keys, shared.numbers(rows.rank[of_name])))
-    return Joint(described, rows.planner_data, order, parts)
+    return GlobalPlan(described, rows.planner_data, order, parts)
 
 
 class _Shared:

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from lightning.fabric.storage.paths.location import Location, display, join
 from lightning.fabric.storage.sharded.byte_ranges import GAP, REQUEST
 from lightning.fabric.storage.sharded.checksums import Record, records_of
-from lightning.fabric.storage.sharded.read_requests import Damaged, Need, Needs, Place, Unloadable
+from lightning.fabric.storage.sharded.read_requests import Damaged, ReadRequest, ReadRequests, RecordPlace, Unloadable
 from lightning.fabric.storage.transport.open import open_source
 from lightning.fabric.storage.transport.ranged_file import Source
-from lightning.fabric.storage.transport.threads import Crew, in_thread
+from lightning.fabric.storage.transport.threads import TaskPool, in_thread
 
 _THREADS = "checkpoint-read"
 #: How many requests are on their way, or ready, at a time.
@@ -68,7 +68,7 @@ class _File:
     def __init__(self, location: Location, described: dict[str, Any] | None) -> None:
         self.location = location
         #: Items of each record.
-        self.items: dict[Place, list[ReadItem]] = {}
+        self.items: dict[RecordPlace, list[ReadItem]] = {}
         self.requests = 0
         self._size = described["size"] if described is not None else None
         self._records: dict[int, Record] | None = None
@@ -87,7 +87,7 @@ class _File:
             record = self._records.get(info.offset)
             if record is None or record.length != info.length:
                 raise self.damage(f"no checksum of {item.storage_index.fqn!r} was stored")
-        place = Place(info.offset, info.length, tuple(getattr(info, "transform_descriptors", None) or ()), record)
+        place = RecordPlace(info.offset, info.length, tuple(getattr(info, "transform_descriptors", None) or ()), record)
         self.items.setdefault(place, []).append(item)
 
     def source(self, name: str) -> Source:
@@ -153,7 +153,7 @@ class _PlanReader:
         self._location = location
         self._metadata = metadata
         self._described = getattr(metadata, "lightning", None)
-        self._needs = Needs(metadata, planner)
+        self._needs = ReadRequests(metadata, planner)
         self._files: dict[str, _File] = {}
         #: Those of which all has been read.
         self._read: list[_File] = []
@@ -175,7 +175,7 @@ class _PlanReader:
         name = next(iter(first.items.values()))[0].storage_index.fqn
         opened = in_thread(_THREADS, first.source, name)
         wait([opened])  # in which the waiting thread can be interrupted
-        crew = Crew(_THREADS, _REQUESTS if opened.result().parallel else 1, _MEMORY)
+        crew = TaskPool(_THREADS, _REQUESTS if opened.result().parallel else 1, _MEMORY)
         try:
             crew.run(self._requests())
             crew.run(self._ends())
@@ -194,7 +194,7 @@ class _PlanReader:
                 yield _Request(file, needs, self._finished)
             self._finished(file)
 
-    def _needs_of(self, file: _File) -> Iterator[Need]:
+    def _needs_of(self, file: _File) -> Iterator[ReadRequest]:
         for place in sorted(file.items, key=lambda place: place.offset):
             items = file.items[place]
             try:
@@ -216,9 +216,9 @@ class _PlanReader:
             yield _End(self._read.pop())
 
 
-def _batches(needs: Iterator[Need]) -> Iterator[list[Need]]:
+def _batches(needs: Iterator[ReadRequest]) -> Iterator[list[ReadRequest]]:
     """What to read with one request each."""
-    batch: list[Need] = []
+    batch: list[ReadRequest] = []
     stop = 0
     for need in needs:
         if batch and (
@@ -238,7 +238,7 @@ def _batches(needs: Iterator[Need]) -> Iterator[list[Need]]:
 class _Request:
     """Some bytes of a file, to read and to verify."""
 
-    def __init__(self, file: _File, needs: list[Need], finished: Any) -> None:
+    def __init__(self, file: _File, needs: list[ReadRequest], finished: Any) -> None:
         self._file = file
         self._needs = needs
         self._finished = finished

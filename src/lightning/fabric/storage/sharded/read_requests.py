@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from lightning.fabric.storage.archives.load import load_bytes
-from lightning.fabric.storage.sharded.byte_ranges import REQUEST, Box, Region
+from lightning.fabric.storage.sharded.byte_ranges import REQUEST, Box, ByteRange
 from lightning.fabric.storage.sharded.checksums import BLOCK, Record
 
 #: From how many bytes on a run is read into a target's own memory. A smaller one shares its request with its
@@ -37,7 +37,7 @@ class Unloadable(Exception):
 
 
 @dataclass
-class Need:
+class ReadRequest:
     """Bytes of a file, and what to do with them.
 
     Args:
@@ -61,7 +61,7 @@ class Need:
     cost: int = 0
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """Where an item's bytes are: its record in the file, which is an archive without checksums if it is None."""
 
     offset: int
@@ -70,7 +70,7 @@ class Place(NamedTuple):
     record: Record | None
 
 
-class Needs:
+class ReadRequests:
     """Finds what items need, and hands it to the planner.
 
     Args:
@@ -83,20 +83,20 @@ class Needs:
         self._metadata = metadata
         self._planner = planner
 
-    def of(self, place: Place, items: list[ReadItem]) -> Iterator[Need]:
+    def of(self, place: RecordPlace, items: list[ReadItem]) -> Iterator[ReadRequest]:
         """What the items of one record need, by the first byte."""
         record = place.record
         if record is None or not record.is_tensor or place.transforms or items[0].type == LoadItemType.BYTE_IO:
             return self._of_whole(place, items)
         return heapq.merge(*(self._of_tensor(record, item) for item in items), key=lambda need: need.start)
 
-    def _of_tensor(self, record: Record, item: ReadItem) -> Iterator[Need]:
+    def _of_tensor(self, record: Record, item: ReadItem) -> Iterator[ReadRequest]:
         index = item.storage_index
         described = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[index.fqn])
         dtype, shape = described.properties.dtype, _shape_of_chunk(described.chunks, index)
         if math.prod(shape) * dtype.itemsize != record.nbytes:
             raise Damaged(f"{index.fqn!r} has {record.nbytes} bytes, which are not {list(shape)} of {dtype}")
-        region = Region(shape, item.storage_offsets, item.lengths, dtype.itemsize)
+        region = ByteRange(shape, item.storage_offsets, item.lengths, dtype.itemsize)
         target = self._target(item)
         if not region.nbytes:
             self._planner.commit_tensor(item, target)
@@ -116,7 +116,7 @@ class Needs:
             )
         return target
 
-    def _of_whole(self, place: Place, items: list[ReadItem]) -> Iterator[Need]:
+    def _of_whole(self, place: RecordPlace, items: list[ReadItem]) -> Iterator[ReadRequest]:
         """One run of bytes, or pieces of it if it is large, which go into one file in memory."""
         offset, length = place.offset, place.length
         name = items[0].storage_index.fqn
@@ -130,7 +130,7 @@ class Needs:
         if length == 0:
             self._deliver(place, items, io.BytesIO())
         elif length < _DIRECT:
-            yield Need(offset, offset + length, name, done, checks)
+            yield ReadRequest(offset, offset + length, name, done, checks)
         else:
             file = io.BytesIO(bytes(length))
             cuts = _cuts(offset, offset + length, [start for start, *_ in checks])
@@ -139,9 +139,9 @@ class Needs:
             for (start, stop), view in zip(cuts, views, strict=True):
                 those = [check for check in checks if start <= check[0] < stop]
                 cost = length if start == offset else 0
-                yield Need(start, stop, name, partial(left.done, view, length), those, view, cost)
+                yield ReadRequest(start, stop, name, partial(left.done, view, length), those, view, cost)
 
-    def _deliver(self, place: Place, items: list[ReadItem], file: io.BytesIO) -> None:
+    def _deliver(self, place: RecordPlace, items: list[ReadItem], file: io.BytesIO) -> None:
         """Hands the bytes of a record to the planner, or the tensor in it."""
         if items[0].type == LoadItemType.BYTE_IO:
             for item in items:
@@ -203,7 +203,7 @@ def _cuts(start: int, stop: int, blocks: list[int]) -> list[tuple[int, int]]:
     return cuts
 
 
-def _transformed(place: Place, item: ReadItem, file: io.BytesIO, most: int) -> io.BytesIO:
+def _transformed(place: RecordPlace, item: ReadItem, file: io.BytesIO, most: int) -> io.BytesIO:
     """Undoes what an extension of torch.distributed.checkpoint did to the record, such as compression.
 
     What comes out is in memory: ``most`` is how many bytes that may be.
@@ -233,7 +233,7 @@ class _TensorLoad:
     #: The same memory, in the dimensions of the region.
     shaped: Tensor
     record: Record
-    region: Region
+    region: ByteRange
     dtype: torch.dtype
     left: int = field(init=False)
 
@@ -242,7 +242,7 @@ class _TensorLoad:
         blocks = self.record.blocks()
         self._blocks = blocks[1 : 1 + -(-self.record.nbytes // BLOCK)]  # after the head
 
-    def needs(self) -> Iterator[Need]:
+    def needs(self) -> Iterator[ReadRequest]:
         memory = _memory_of(self.shaped) if self.shaped.dtype == self.dtype else None
         for box in self.region.boxes(unlimited=memory is not None):
             count = self.region.itemsize * math.prod(box.lengths)
@@ -254,7 +254,7 @@ class _TensorLoad:
             else:
                 yield self._need(box.start, box.stop, partial(self._place_box, box))
 
-    def _of_run(self, start: int, stop: int, memory: "np.ndarray[Any, Any]") -> Iterator[Need]:
+    def _of_run(self, start: int, stop: int, memory: "np.ndarray[Any, Any]") -> Iterator[ReadRequest]:
         """Whole blocks go into the memory itself, if they are many; only with whole ones can checksums be verified."""
         first = -(-start // BLOCK) * BLOCK
         last = stop if stop == self.record.nbytes else stop // BLOCK * BLOCK
@@ -272,10 +272,10 @@ class _TensorLoad:
         if last < stop:
             yield self._need(last, stop, partial(self._place_run, last, memory[last - start :]))
 
-    def _need(self, start: int, stop: int, done: Callable[..., int], into: memoryview | None = None) -> Need:
+    def _need(self, start: int, stop: int, done: Callable[..., int], into: memoryview | None = None) -> ReadRequest:
         """Of the blocks in which the tensor's bytes from ``start`` to ``stop`` are."""
         blocks = self._blocks[start // BLOCK : -(-stop // BLOCK)]
-        return Need(blocks[0][0], blocks[-1][1], self.item.storage_index.fqn, done, blocks, into)
+        return ReadRequest(blocks[0][0], blocks[-1][1], self.item.storage_index.fqn, done, blocks, into)
 
     def _place_run(self, start: int, memory: "np.ndarray[Any, Any]", data: Tensor) -> int:
         at = start % BLOCK

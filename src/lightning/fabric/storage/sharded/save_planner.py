@@ -12,9 +12,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 from typing_extensions import override
 
-from lightning.fabric.storage.collectives.coordinator import Meeting
+from lightning.fabric.storage.collectives.rank_group import RankGroup
 from lightning.fabric.storage.sharded.describable import Object, describable
-from lightning.fabric.storage.sharded.global_plan import Joint, PackedPlan, join_plans
+from lightning.fabric.storage.sharded.global_plan import GlobalPlan, PackedPlan, join_plans
 
 
 class _Planner(DefaultSavePlanner):
@@ -41,15 +41,15 @@ class Shard:
     meta: Any
 
     @classmethod
-    def of(cls, state: dict[str, Any], meta: Any, meeting: Meeting) -> "Shard":
+    def of(cls, state: dict[str, Any], meta: Any, group: RankGroup) -> "Shard":
         """What this rank has of ``state``, where it is.
 
         Raises:
             ValueError: A part of ``state`` is of this rank alone, and cannot be put together with those of others.
         """
         planner = _Planner()
-        planner.set_up_planner(describable(state), is_coordinator=meeting.is_coordinator)
-        return cls(planner.create_local_plan(), planner.resolve_data, meta if meeting.is_coordinator else None)
+        planner.set_up_planner(describable(state), is_coordinator=group.is_coordinator)
+        return cls(planner.create_local_plan(), planner.resolve_data, meta if group.is_coordinator else None)
 
 
 @dataclasses.dataclass
@@ -58,21 +58,21 @@ class _Agreed:
     digest: bytes
     plan: SavePlan
     #: Rank zero's.
-    joint: Joint | None
+    global_plan: GlobalPlan | None
 
 
-class Plans:
+class PlanCache:
     """What the ranks have agreed upon in their last save, so that they need not do so again if nothing has changed."""
 
     def __init__(self) -> None:
         self._agreed: _Agreed | None = None
 
-    def agree(self, plan: Callable[[], SavePlan], meeting: Meeting) -> tuple[SavePlan, Joint | None]:
+    def agree(self, plan: Callable[[], SavePlan], group: RankGroup) -> tuple[SavePlan, GlobalPlan | None]:
         """Joins the plans of all ranks; a collective call.
 
         Args:
             plan: Returns what this rank has.
-            meeting: Of all ranks.
+            group: Of all ranks.
 
         Returns:
             What this rank is to write, without what another one writes as well; and on rank zero what all of them do.
@@ -85,22 +85,22 @@ class Plans:
             own.append((made, PackedPlan.of(made)))
             return _digest(b"".join(own[0][1])), before.digest if before else None
 
-        digest, is_known = meeting.hold("plan", digest_own, _compare)
+        digest, is_known = group.gather_scatter("plan", digest_own, _compare)
         if before is None or not is_known:
             self._agreed = None
-            joint: list[Joint] = []
+            global_plan: list[GlobalPlan] = []
 
             def join(packed: list[PackedPlan]) -> list[bytes]:
                 answers, joined = join_plans(packed)
-                joint.append(joined)
+                global_plan.append(joined)
                 return answers
 
             made, packed = own[0]
-            is_written = meeting.hold("plan", lambda: packed, join)
+            is_written = group.gather_scatter("plan", lambda: packed, join)
             items = [item for item, written in zip(made.items, is_written, strict=True) if written]
             joined = dataclasses.replace(made, items=items)
-            before = self._agreed = _Agreed(digest, joined, joint[0] if joint else None)
-        return before.plan, before.joint
+            before = self._agreed = _Agreed(digest, joined, global_plan[0] if global_plan else None)
+        return before.plan, before.global_plan
 
 
 def _digest(content: bytes) -> bytes:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, SavePlan
 
 from lightning.fabric.storage.archives.tensor_bytes import is_plain, memory_of
-from lightning.fabric.storage.collectives.coordinator import Meeting
 from lightning.fabric.storage.collectives.errors import PeerFailed, Peers
+from lightning.fabric.storage.collectives.rank_group import RankGroup
 from lightning.fabric.storage.paths.filesystem import is_file, shares_names
 from lightning.fabric.storage.paths.location import Location, beside, display, join
 from lightning.fabric.storage.paths.remove import remove_file, remove_if_empty
@@ -22,9 +22,9 @@ from lightning.fabric.storage.paths.replace import remove_leftovers, replace_by_
 from lightning.fabric.storage.save_report import count_bytes, stage
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.sharded.checksums import FileRecords, Record
-from lightning.fabric.storage.sharded.global_plan import Joint
+from lightning.fabric.storage.sharded.global_plan import GlobalPlan
 from lightning.fabric.storage.sharded.record_writer import RecordWriter
-from lightning.fabric.storage.sharded.save_planner import Plans, Shard, size_of
+from lightning.fabric.storage.sharded.save_planner import PlanCache, Shard, size_of
 from lightning.fabric.storage.transport.open import open_writer
 from lightning.fabric.storage.transport.sink import Sink
 
@@ -66,12 +66,12 @@ class ShardWriter:
 
     Args:
         location: The checkpoint's folder.
-        meeting: Of all ranks.
+        group: Of all ranks.
     """
 
-    def __init__(self, location: Location, meeting: Meeting) -> None:
+    def __init__(self, location: Location, group: RankGroup) -> None:
         self._location = location
-        self._meeting = meeting
+        self._group = group
         self._assignment: _Assignment
         #: Files that are complete.
         self._written: list[Location] = []
@@ -79,7 +79,7 @@ class ShardWriter:
         #: Of all ranks; on rank zero.
         self._reports: list[Report] = []
 
-    def save(self, look: Callable[[], Shard], plans: Plans) -> None:
+    def save(self, look: Callable[[], Shard], plans: PlanCache) -> None:
         """Saves what this rank has of a state; a collective call.
 
         Args:
@@ -89,7 +89,7 @@ class ShardWriter:
         Raises:
             CheckpointException: A rank has failed. If that was before the commit, what this rank has written is gone.
         """
-        meeting = self._meeting
+        group = self._group
         shards: list[Shard] = []
         is_committing = False
 
@@ -99,15 +99,17 @@ class ShardWriter:
 
         try:
             with stage("plan"):
-                plan, joint = plans.agree(plan_own, meeting)
-                self._assignment = meeting.hold("save", lambda: None, lambda said: [self._assign()] * len(said))
+                plan, global_plan = plans.agree(plan_own, group)
+                self._assignment = group.gather_scatter("save", lambda: None, lambda said: [self._assign()] * len(said))
             with stage("upload"):
-                meeting.hold("save", lambda: self._write(shards[0], plan), self._take_reports)
+                group.gather_scatter("save", lambda: self._write(shards[0], plan), self._take_reports)
             with stage("commit"):
                 is_committing = True
-                meeting.hold("save", lambda: None, lambda said: self._commit(joint, shards[0].meta, len(said)))
+                group.gather_scatter(
+                    "save", lambda: None, lambda said: self._commit(global_plan, shards[0].meta, len(said))
+                )
         except BaseException as error:
-            # what a meeting raises, all ranks raise; else one must have told that it failed
+            # what the group raises, all ranks raise; else one must have reported that it failed
             if not is_committing and (isinstance(error, CheckpointException) or self._has_one_failed()):
                 self._discard()
             raise
@@ -125,7 +127,7 @@ class ShardWriter:
         numbers = None
         try:
             if plan.items:
-                name = metadata_file.shard_name(save, self._meeting.rank)
+                name = metadata_file.shard_name(save, self._group.rank)
                 with self._open(join(folder, name)) as file:
                     records, numbers = _write_items(shard, plan, file)
                 files[name] = FileRecords.of(records)
@@ -146,8 +148,8 @@ class ShardWriter:
         count_bytes(sum(file.size for file in others.values()))
         return [None] * len(reports)
 
-    def _commit(self, joint: Joint | None, meta: Any, world_size: int) -> list[None]:
-        assert joint is not None, "rank zero has it"
+    def _commit(self, global_plan: GlobalPlan | None, meta: Any, world_size: int) -> list[None]:
+        assert global_plan is not None, "rank zero has it"
         save, folder = self._assignment.save, self._folder
         names = [metadata_file.shard_name(save, rank) for rank in range(world_size)]
         written = [
@@ -155,7 +157,7 @@ class ShardWriter:
             for name, report in zip(names, self._reports, strict=True)
             if name in report.files
         ]
-        metadata = joint.metadata(names, written)
+        metadata = global_plan.metadata(names, written)
         files = {name: file for report in self._reports for name, file in report.files.items()}
         metadata_file.describe(metadata, metadata_file.meta_name(save) if meta is not None else None, files)
         metadata_file.write_metadata(folder, metadata)
@@ -190,7 +192,7 @@ class ShardWriter:
     @contextmanager
     def _open(self, location: Location) -> Iterator[Sink]:
         assert self._peers is not None
-        with open_writer(location, lean=True, files=self._meeting.world_size) as file:
+        with open_writer(location, lean=True, files=self._group.world_size) as file:
             file.idle = self._peers.look
             file.disposable = True  # only the metadata of a complete checkpoint names it
             yield file

@@ -19,7 +19,7 @@ import torch
 
 from lightning.fabric.storage.archives.load import check_file, load_bytes, load_file, not_found
 from lightning.fabric.storage.background.pending import drain
-from lightning.fabric.storage.background.saver import engine_of
+from lightning.fabric.storage.background.saver import saver_of
 from lightning.fabric.storage.collectives.errors import (
     failures_of_ranks,
     from_rank_zero,
@@ -171,8 +171,8 @@ def with_plugin(checkpoint_io: "CheckpointIO", save: Callable[..., None], **argu
 
 def set_up(checkpoint_io: "CheckpointIO") -> None:
     """Prepares a strategy's plugin for sharded saves; a collective call, when the process group has been made."""
-    if (engine := engine_of(checkpoint_io)) is not None:
-        engine.set_up()
+    if (saver := saver_of(checkpoint_io)) is not None:
+        saver.set_up()
 
 
 def save_sharded(
@@ -193,18 +193,18 @@ def save_sharded(
         RuntimeError: A rank could not save for another reason, likewise.
         ValueError: ``meta`` has what cannot be saved of rank zero alone, likewise.
     """
-    from lightning.fabric.storage.collectives.coordinator import Meeting
-    from lightning.fabric.storage.sharded.save_planner import Plans, Shard
+    from lightning.fabric.storage.collectives.rank_group import RankGroup
+    from lightning.fabric.storage.sharded.save_planner import PlanCache, Shard
     from lightning.fabric.storage.sharded.writer import ShardWriter
 
     location = locate_checkpoint(path)
     extra_state.refuse_parts(_users(meta or {}), location)
-    if (engine := engine_of(checkpoint_io or _plugin.get())) is not None:
-        engine.save_sharded(state, meta, location)
+    if (saver := saver_of(checkpoint_io or _plugin.get())) is not None:
+        saver.save_sharded(state, meta, location)
         return
-    meeting = Meeting()
-    with reported(location), failures_of_ranks("save", location, meeting):
-        ShardWriter(location, meeting).save(lambda: Shard.of(state, meta, meeting), Plans())
+    group = RankGroup()
+    with reported(location), failures_of_ranks("save", location, group):
+        ShardWriter(location, group).save(lambda: Shard.of(state, meta, group), PlanCache())
 
 
 def load_shards(
@@ -399,11 +399,11 @@ def saving_full(location: Location, checkpoint_io: "CheckpointIO", checkpoint: M
     with together(f"saving {display(location)}"):
         yield
         if is_rank_zero():
-            engine = engine_of(checkpoint_io)
-            if engine is None:
+            saver = saver_of(checkpoint_io)
+            if saver is None:
                 _remove_what_a_file_replaces(location, checkpoint_io)
             else:
-                engine.remove(location, lambda: _remove_what_a_file_replaces(location, checkpoint_io), is_partial=True)
+                saver.remove(location, lambda: _remove_what_a_file_replaces(location, checkpoint_io), is_partial=True)
 
 
 def _users(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,14 +36,14 @@ def refuse_parts(rest: Mapping[str, Any], location: Location) -> None:
     """
     from torch.distributed.checkpoint import CheckpointException
 
-    from lightning.fabric.storage.collectives.coordinator import Meeting
+    from lightning.fabric.storage.collectives.rank_group import RankGroup
 
-    meeting = Meeting()
+    group = RankGroup()
     try:
-        meeting.hold("save", lambda: _looks(rest), _compare)
+        group.gather_scatter("save", lambda: _looks(rest), _compare)
     except CheckpointException as error:
-        if meeting.error is not None and not isinstance(meeting.error, Exception):
-            raise meeting.error from None
+        if group.error is not None and not isinstance(group.error, Exception):
+            raise group.error from None
         reason = next(iter(error.failures.values()))[0]
         raise ValueError(f"Could not save {display(location)}: {reason}") from error
 

@@ -25,7 +25,7 @@ from lightning.fabric.storage.strategies.checkpoints import find_checkpoint
 from lightning.fabric.storage.tools.discover import why_incomplete
 from lightning.fabric.storage.transport.open import open_source
 from lightning.fabric.storage.transport.ranged_file import RangedFile, Source
-from lightning.fabric.storage.transport.threads import Crew
+from lightning.fabric.storage.transport.threads import TaskPool
 
 log = logging.getLogger(__name__)
 
@@ -298,7 +298,7 @@ class _Unit(NamedTuple):
 
 def _read(source: Source, units: list[_Unit]) -> list[Wrong]:
     wrong: list[Wrong] = []
-    crew = Crew("checkpoint-verify", _REQUESTS if source.parallel else 1, _REQUESTS * _REQUEST)
+    crew = TaskPool("checkpoint-verify", _REQUESTS if source.parallel else 1, _REQUESTS * _REQUEST)
     crew.run(_Request(source, batch, wrong) for batch in _batches(units))
     return wrong
 

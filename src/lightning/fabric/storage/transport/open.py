@@ -22,7 +22,7 @@ from lightning.fabric.storage.paths.filesystem import (
     kind_of,
 )
 from lightning.fabric.storage.paths.location import Location, display
-from lightning.fabric.storage.save_report import leave_retries_untold, writing
+from lightning.fabric.storage.save_report import note_unknown_retries, writing
 from lightning.fabric.storage.transport import multipart, progress
 from lightning.fabric.storage.transport.backends import (
     fsspec,
@@ -88,7 +88,7 @@ def _writer(location: Location, lean: bool, files: int) -> AbstractContextManage
         raise ValueError(f"{display(location)} is a bucket, and not a place in one")
     parts = multipart.Parts.of(fs, lean, files)
     if is_object_store(fs):
-        leave_retries_untold()
+        note_unknown_retries()
     client = partial(_client_writer, fs, path, lean, parts)
     keep_current(fs, connect=True)
     native = native_store(fs, path)

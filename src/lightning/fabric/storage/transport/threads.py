@@ -51,7 +51,7 @@ def wait_until_done(outcome: "Future[_T]", idle: Callable[[], None], timeout: fl
 
 
 class Task(Protocol):
-    """What a :class:`Crew` does."""
+    """What a :class:`TaskPool` does."""
 
     #: Bytes of memory that it takes.
     cost: int
@@ -63,7 +63,7 @@ class Task(Protocol):
         """The part that is done after that in the thread that waits. Returns how many bytes of memory it let go."""
 
 
-class Crew:
+class TaskPool:
     """Does tasks in threads, a few at a time.
 
     Args:

@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
-class Meeting:
+class RankGroup:
     """The ranks of a job, or this process alone.
 
     Args:
@@ -25,7 +25,7 @@ class Meeting:
         self._channel = channel or training_channel()
         self.rank = self._channel.rank
         self.world_size = self._channel.world_size
-        #: Why this rank has failed: what :meth:`hold` raises is what all ranks raise.
+        #: Why this rank has failed: what :meth:`gather_scatter` raises is what all ranks raise.
         self.error: BaseException | None = None
 
     @property
@@ -33,7 +33,7 @@ class Meeting:
         """Whether this is rank zero."""
         return self.rank == 0
 
-    def hold(self, what: str, mine: Callable[[], _T], decide: Callable[[list[_T]], list[_R]]) -> _R:
+    def gather_scatter(self, what: str, mine: Callable[[], _T], decide: Callable[[list[_T]], list[_R]]) -> _R:
         """Has each rank say something, and rank zero answer each; a collective call.
 
         Args:
