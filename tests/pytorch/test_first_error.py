@@ -54,6 +54,7 @@ def test_a_save_after_an_exception_that_fails_does_not_hide_the_exception(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO)
     if engine == "fsspec":
         monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setenv(SWITCH, "0")  # or the run would not begin
@@ -66,8 +67,20 @@ def test_a_save_after_an_exception_that_fails_does_not_hide_the_exception(
         trainer.fit(Model([3.0, 2.0, 1.0], fail))
     assert url in shown(raised.value)  # a note says what was not saved
     assert [record for record in caplog.records if record.levelno == logging.ERROR and url in record.message]
+    assert "saved checkpoint to" not in caplog.text
     # the next callback has had its turn
     assert torch.load(tmp_path / "whole" / "on_exception.ckpt", weights_only=False)["global_step"] == 1
+
+
+@pytest.mark.parametrize("plugin", [TorchCheckpointIO, AsyncCheckpointIO])
+def test_a_save_after_an_exception_is_told_of_when_it_is_there(
+    plugin: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    callback = ModelCheckpoint(tmp_path / "saves", save_on_exception=True, every_n_train_steps=100)
+    with pytest.raises(ValueError, match="boom"):
+        make_trainer(plugin(), tmp_path, callback).fit(Model([3.0, 2.0, 1.0], fail))
+    assert "saved checkpoint to" in caplog.text
 
 
 class Failing(CSVLogger):
