@@ -258,15 +258,26 @@ def test_a_damaged_file_is_told_with_the_tensor(tmp_path: Path, run: Run) -> Non
     assert int(found[1]) < at < int(found[2])
 
 
-@pytest.mark.parametrize("format", ["truncated", "legacy", "text"])
+@pytest.mark.parametrize("format", ["truncated", "legacy"])
 def test_a_file_that_is_no_whole_archive_is_a_problem(tmp_path: Path, run: Run, format: str) -> None:
     path = tmp_path / "x.ckpt"
     torch.save(STATE, path, _use_new_zipfile_serialization=format != "legacy")
-    if format != "legacy":
-        path.write_bytes(path.read_bytes()[:-100] if format == "truncated" else b"hello")
+    if format == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
     code, lines, _ = run(path)
     assert code == 1
     assert re.match(rf"{path}: bytes 0 to {size(path)} are no archive of torch.save that is whole", lines[0])
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [(b"", "it is empty"), (b"hello", "it begins with b'hello'"), (b"<html>", "it looks like an HTML")],
+)
+def test_a_file_of_another_kind_is_said_to_be_none(content: bytes, kind: str, bucket: Bucket, run: Run) -> None:
+    bucket.put("x.ckpt", content)
+    code, lines, _ = run(f"{bucket.url}/x.ckpt")
+    assert code == 1
+    assert lines[0].startswith(f"{bucket.url}/x.ckpt is no checkpoint: {kind}")
 
 
 class Bomb:
@@ -407,7 +418,7 @@ def test_all_checkpoints_of_a_folder_in_a_store_are_verified(bucket: Bucket, run
     bucket.put("run/z.ckpt/inner/w.ckpt", b"no checkpoint")
     code, lines, _ = run(f"{bucket.url}/run")
     assert code == 1
-    told = [line for line in lines if "bytes 0 to" not in line]
+    told = [line for line in lines if "is no checkpoint" not in line]
     assert [line.partition(": ")[0].removeprefix(f"{bucket.url}/run/") for line in told] == [
         *("deep/y.ckpt", "x.ckpt", "z.ckpt", "z.ckpt/inner/w.ckpt", "4 checkpoints")
     ]

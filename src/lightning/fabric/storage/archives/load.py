@@ -13,6 +13,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from lightning.fabric.storage.archives.archive_reader import ARCHIVE, BrokenArchive, Zipped
+from lightning.fabric.storage.magic_bytes import START, why_no_checkpoint
 from lightning.fabric.storage.paths.filesystem import is_file, lacks_bucket, missing
 from lightning.fabric.storage.paths.layout import STOCK_META
 from lightning.fabric.storage.paths.location import Location, display, join, locate
@@ -29,8 +30,8 @@ _SMALL_FILE = 8 * 2**20
 #: The fixed part of what is before a record, and how near such parts are that are read together.
 _HEAD = 30
 _NEAR = 2**18
-#: What torch's errors about archives start with.
-_TORCHS = "PytorchStreamReader"
+#: What torch's errors about archives have in them.
+_TORCHS = ("PytorchStreamReader", "inline_container")
 
 
 def load_file(
@@ -38,6 +39,7 @@ def load_file(
     map_location: Any = None,
     weights_only: bool | None = None,
     options: Mapping[str, Any] | None = None,
+    mmap: bool | None = None,
 ) -> Any:
     """Loads with :func:`torch.load`.
 
@@ -48,6 +50,7 @@ def load_file(
         map_location: As for ``torch.load``.
         weights_only: As for ``torch.load``, but None means False for ``http(s)`` URLs, as ever in Lightning.
         options: As for :func:`~lightning.fabric.storage.paths.location.locate`.
+        mmap: As for ``torch.load``, of a local path.
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
@@ -60,11 +63,11 @@ def load_file(
     location = locate(path, options)
     if weights_only is None and str(location).startswith(("http://", "https://")):
         weights_only = False
-    with timed("Loaded", location) as transfer, open_checkpoint(location) as file, _damage_explained(location):
+    with timed("Loaded", location) as transfer, open_checkpoint(location) as file, _damage_explained(location, file):
         transfer.size = file.seek(0, os.SEEK_END)
         if not isinstance(file, RangedFile):
             _check(file, weights_only)
-            return torch.load(location, map_location=map_location, weights_only=weights_only)
+            return torch.load(location, map_location=map_location, weights_only=weights_only, mmap=mmap)
         _expect_records(file, weights_only)
         file.seek(0)  # torch takes the position for the start of the archive
         with context_kept():
@@ -87,18 +90,6 @@ def load_bytes(content: io.BytesIO, map_location: Any = None, weights_only: bool
     """
     _check(content, weights_only)
     return torch.load(content, map_location=map_location, weights_only=weights_only)
-
-
-def check_file(location: Location, weights_only: bool | None = None) -> None:
-    """Sees that a file is one that torch can be given to load.
-
-    Raises:
-        FileNotFoundError: There is nothing.
-        OSError: The file could not be read.
-        RuntimeError: It is damaged, or would take more memory than its size.
-    """
-    with open_checkpoint(location) as file, _damage_explained(location):
-        _check(file, weights_only)
 
 
 def _check(file: IO[bytes] | RangedFile, weights_only: bool | None) -> bool:
@@ -189,7 +180,7 @@ def load_without_tensors(location: Location, weights_only: bool | None = None) -
     if weights_only is None and str(location).startswith(("http://", "https://")):
         weights_only = False
     file = open_checkpoint(location)  # a remote one stays open as long as it is looked at
-    with _damage_explained(location):
+    with _damage_explained(location, file):
         size = file.seek(0, os.SEEK_END)
         if isinstance(file, RangedFile):
             file.keep(0 if size <= _SMALL_FILE else size - _TAIL, size)
@@ -276,6 +267,7 @@ def archive(path: _Path) -> str | IO[bytes]:
     Raises:
         FileNotFoundError: There is nothing at ``path``.
         IsADirectoryError: There is a folder.
+        RuntimeError: It is no archive, or truncated.
         pickle.UnpicklingError: There is more than tensors and plain Python types, and :func:`weights_only_of` says that
             nothing else is to be loaded: whoever reads the records unpickles what comes.
     """
@@ -283,11 +275,15 @@ def archive(path: _Path) -> str | IO[bytes]:
     if weights_only_of(path) and load_without_tensors(location, weights_only=True) is None:
         load_file(location, "cpu", weights_only=True)
     file = open_checkpoint(location)
+    source = file if isinstance(file, RangedFile) else str(location)
     if isinstance(file, RangedFile):
         file.keep(max(0, file.size - _TAIL), file.size)
-        return file  # it is an IO[bytes] in all that matters
-    file.close()
-    return str(location)
+    with _damage_explained(location, file):
+        torch.PyTorchFileReader(source)
+    file.seek(0)
+    if not isinstance(file, RangedFile):
+        file.close()
+    return source  # a ranged file is an IO[bytes] in all that matters
 
 
 def _expect_records(file: RangedFile, weights_only: bool | None = None) -> None:
@@ -334,17 +330,28 @@ def _tensor_number(name: str) -> int | None:
 
 
 @contextmanager
-def _damage_explained(location: Location) -> Iterator[None]:
-    """Torch's own errors about a damaged file do not name it."""
-    try:
-        yield
-    except pickle.UnpicklingError as error:
-        raise pickle.UnpicklingError(f"Could not load {display(location)}: {error}") from error
-    except (RuntimeError, EOFError) as error:
-        if (
-            isinstance(error, EOFError)
-            or isinstance(error.__cause__, (zipfile.BadZipFile, BrokenArchive))
-            or _TORCHS in str(error)
-        ):
-            raise RuntimeError(f"{display(location)} is truncated, or is no checkpoint: {error}") from error
-        raise
+def _damage_explained(location: Location, file: IO[bytes]) -> Iterator[None]:
+    """Torch's own errors about a damaged file do not name it, and about one of another kind they give wrong advice."""
+    with context_kept():
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            if (why := _why_no_checkpoint(file)) is not None:
+                raise RuntimeError(f"{display(location)} is no checkpoint: {why}.") from None
+            if isinstance(error, pickle.UnpicklingError):
+                raise pickle.UnpicklingError(f"Could not load {display(location)}: {error}") from None
+            if (
+                isinstance(error, (EOFError, IndexError, zipfile.BadZipFile))
+                or isinstance(error.__cause__, (zipfile.BadZipFile, BrokenArchive))
+                or any(name in str(error) for name in _TORCHS)
+            ):
+                reason = str(error) or "it ends too early"
+                raise RuntimeError(f"{display(location)} is truncated, or is no checkpoint: {reason}") from error
+            raise
+
+
+def _why_no_checkpoint(file: IO[bytes] | RangedFile) -> str | None:
+    file.seek(0)
+    return why_no_checkpoint(file.read(START))

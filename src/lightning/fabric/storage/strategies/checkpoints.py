@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from lightning.fabric.storage.archives.load import check_file, load_bytes, load_file, not_found
+from lightning.fabric.storage.archives.load import load_bytes, load_file, not_found
 from lightning.fabric.storage.background.pending import drain
 from lightning.fabric.storage.background.saver import saver_of
 from lightning.fabric.storage.collectives.errors import (
@@ -361,11 +361,7 @@ def save_full(
 
 def load_full(path: _Path, weights_only: bool | None = None) -> Any:
     """Loads a full state into host memory; a local file is mapped rather than read."""
-    location = locate(path)
-    if isinstance(location, Path):
-        check_file(location, weights_only)
-        return torch.load(location, mmap=True, map_location="cpu", weights_only=weights_only)
-    return load_file(location, map_location="cpu", weights_only=weights_only)
+    return load_file(path, map_location="cpu", weights_only=weights_only, mmap=True)
 
 
 def read_together(path: _Path, read: Callable[[], _T]) -> _T:

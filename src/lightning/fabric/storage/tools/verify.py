@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from lightning.fabric.storage.archives.archive_reader import Wrong, Zipped
+from lightning.fabric.storage.magic_bytes import START, why_no_checkpoint
 from lightning.fabric.storage.paths.filesystem import kind, missing
 from lightning.fabric.storage.paths.layout import METADATA, STOCK_META
 from lightning.fabric.storage.paths.location import Location, display, join
@@ -97,7 +98,7 @@ def verify(location: Location) -> Result:
     if found.metadata is not None:
         _check_folder(location, found.metadata, result)
     elif found.is_full:
-        _check_file(location, result, lambda source: _check_archive(source, result))
+        _check_file(location, result, partial(_check_full, location, result))
     else:
         raise NoCheckpoint(f"There is no checkpoint in the folder {display(location)}")
     return result
@@ -194,6 +195,17 @@ def _merged(found: Iterable[Wrong]) -> Iterator[Wrong]:
         last = wrong
     if last is not None:
         yield last
+
+
+def _check_full(location: Location, result: Result, source: Source) -> list[Wrong]:
+    start = bytearray(min(START, source.size))
+    if start:
+        source.read_into(0, memoryview(start))
+    why = why_no_checkpoint(bytes(start))
+    if why is None:
+        return _check_archive(source, result)
+    result.problems.append(f"{display(location)} is no checkpoint: {why}")
+    return []
 
 
 def _check_archive(source: Source, result: Result) -> list[Wrong]:
