@@ -225,7 +225,7 @@ def test_what_could_be_torchs_and_cannot_be_loaded_is_named(
 
 def test_advice_about_what_a_checkpoint_must_not_contain_is_given_once(tmp_path: Path) -> None:
     torch.save({"path": tmp_path}, tmp_path / "x.ckpt")
-    with pytest.raises(pickle.UnpicklingError, match="Could not load .*x.ckpt: Weights only load failed") as raised:
+    with pytest.raises(pickle.UnpicklingError, match=r"Could not load .*x\.ckpt: Weights only load failed") as raised:
         _load(tmp_path / "x.ckpt", weights_only=True)
     assert "".join(traceback.format_exception(raised.value)).count("Weights only load failed") == 1
 

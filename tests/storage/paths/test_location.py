@@ -61,6 +61,7 @@ def test_join_keeps_urls_whole_and_takes_a_trailing_slash() -> None:
         ("denied for https://host/x?token=hunter2 (403)", "denied for https://host/x?token=*** (403)"),
         ("https://host/x?X-Goog-Signature=hunter2&a=b", "https://host/x?X-Goog-Signature=***&a=b"),
         ("https://host/x?access_token=hunter2&api_key=hunter2", "https://host/x?access_token=***&api_key=***"),
+        ("https://host/x?AWSAccessKeyId=hunter2&X-Amz-Security-Token=hunter2&key=hunter2", None),
         ("https://hunter2@host/x", "https://***@host/x"),
         ("ftp://me:hunter2@hunter2@host/x", "ftp://me:***@host/x"),
     ],
@@ -68,6 +69,18 @@ def test_join_keeps_urls_whole_and_takes_a_trailing_slash() -> None:
 def test_no_credential_of_a_url_is_displayed(secret: str, shown: str) -> None:
     assert "hunter2" not in location.display(secret)
     assert shown is None or location.display(secret) == shown
+
+
+@pytest.mark.parametrize(
+    "request_of_a_client",
+    [
+        "http://host/b?list-type=2&prefix=run/&max-keys=1&continuation-token=run/x&encoding-type=url",
+        "https://host/b/o?maxResults=1&pageToken=x",
+        "https://host/b?versions&key-marker=x&X-Amz-Date=20260101T000000Z",
+    ],
+)
+def test_what_is_no_credential_is_displayed(request_of_a_client: str) -> None:
+    assert location.display(request_of_a_client) == request_of_a_client
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,23 @@ def test_options_of_a_run_go_before_those_of_the_configuration(monkeypatch: pyte
         ("s3", {"endpoint": "hunter2"}, "S3FileSystem has no option `endpoint`: do you mean `endpoint_url`"),
         ("gs", {"key": "hunter2"}, "has no option `key`"),
         ("az", {"qqqqqq": "hunter2"}, r"has no option `qqqqqq`\. It has: account_host, "),
+        (
+            "s3",
+            {"client_kwargs": {"endpoint_ur": "hunter2"}},
+            "S3FileSystem has no option `endpoint_ur` in `client_kwargs`: do you mean `endpoint_url`",
+        ),
+        (
+            "s3",
+            {"config_kwargs": {"read_timeut": "hunter2"}},
+            "no option `read_timeut` in `config_kwargs`: do you mean `read_timeout`",
+        ),
+        ("s3", {"endpoint_url": ""}, "The storage option `endpoint_url` is empty: give a URL such as http"),
+        (
+            "s3",
+            {"client_kwargs": {"endpoint_url": ""}},
+            "The storage option `endpoint_url` in `client_kwargs` is empty",
+        ),
+        ("gs", {"endpoint_url": ""}, "The storage option `endpoint_url` is empty"),
     ],
 )
 def test_what_a_client_would_pass_over_is_refused(protocol: str, given: dict[str, Any], error: str) -> None:
@@ -118,9 +135,15 @@ def test_what_a_client_would_pass_over_is_refused(protocol: str, given: dict[str
         (
             "s3://bucket/x",
             {"client_kwargs": {"endpoint_url": "localhost:9000"}},
-            NO_SCHEME.format("storage option `cl"),
+            NO_SCHEME.format("storage option `endpoint_url` in `cl"),
         ),
         ("gs://bucket/x", {"endpoint_url": "localhost:9000"}, NO_SCHEME.format("storage option `endpoint_url`")),
+        ("s3://bucket/x", {"endpoint_url": ""}, "The storage option `endpoint_url` is empty"),
+        (
+            "s3://bucket/x",
+            {"client_kwargs": {"region": "hunter2"}},
+            "`region` in `client_kwargs`: do you mean `region_",
+        ),
     ],
 )
 @pytest.mark.parametrize("source", ["argument", "configuration"])

@@ -32,7 +32,7 @@ def check_options(protocol: str, options: Mapping[str, Any]) -> None:
         options: Those given; they go before the others.
 
     Raises:
-        ValueError: The client has no such option, or the endpoint has no scheme.
+        ValueError: The client has no such option, or the endpoint is empty or has no scheme.
     """
     if protocol not in available_protocols():
         return
@@ -46,17 +46,19 @@ def check_options(protocol: str, options: Mapping[str, Any]) -> None:
     protocols = (kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol
     in_force = {name: value for one in protocols for name, value in conf.get(one, {}).items()} | dict(options)
     if "session" not in in_force:
-        _refuse_unknown(kind, in_force)
+        _refuse_unknown(kind, in_force, _known(kind))
+        if client == "s3fs":
+            for option, known in _known_within().items():
+                _refuse_unknown(kind, in_force.get(option) or {}, known, f" in `{option}`")
     if client != "adlfs":
         _check_endpoint(client, in_force)
 
 
-def _refuse_unknown(kind: Any, options: Mapping[str, Any]) -> None:
-    known = _known(kind)
+def _refuse_unknown(kind: Any, options: Mapping[str, Any], known: set[str], within: str = "") -> None:
     for name in options.keys() - known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f": do you mean `{near[0]}`?" if near else f". It has: {', '.join(sorted(known))}"
-        raise ValueError(f"{kind.__name__} has no option `{name}`{hint}")
+        raise ValueError(f"{kind.__name__} has no option `{name}`{within}{hint}")
 
 
 @functools.cache
@@ -66,12 +68,29 @@ def _known(kind: Any) -> set[str]:
     return (named | _COMMON | _UNNAMED.get(kind.__module__.partition(".")[0], set())) - _NO_OPTIONS
 
 
+@functools.cache
+def _known_within() -> dict[str, set[str]]:
+    """The names that s3fs passes on to what it makes its client with, by its option that holds them."""
+    from aiobotocore.config import AioConfig
+    from botocore.session import Session
+
+    return {
+        "client_kwargs": set(inspect.signature(Session.create_client).parameters) - {"self", "service_name", "config"},
+        "config_kwargs": (set(inspect.signature(AioConfig).parameters) | set(AioConfig.OPTION_DEFAULTS)) - _NO_OPTIONS,
+    }
+
+
 def _check_endpoint(client: str, options: Mapping[str, Any]) -> None:
     places = {"the storage option `endpoint_url`": options.get("endpoint_url")}
     if client == "s3fs":
-        places["the storage option `client_kwargs`"] = (options.get("client_kwargs") or {}).get("endpoint_url")
-        if os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() != "true":
-            places |= {f"the variable {name}": os.environ.get(name) for name in _ENDPOINT_VARIABLES}
+        places["the storage option `endpoint_url` in `client_kwargs`"] = (options.get("client_kwargs") or {}).get(
+            "endpoint_url"
+        )
+    for place, value in places.items():
+        if value == "":  # taken for none, which leads to the store's own service
+            raise ValueError(f"{place[0].upper()}{place[1:]} is empty: give a URL such as http://127.0.0.1:9000")
+    if client == "s3fs" and os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() != "true":
+        places |= {f"the variable {name}": os.environ.get(name) for name in _ENDPOINT_VARIABLES}
     place, endpoint = next(((place, value) for place, value in places.items() if value), ("", ""))
     if isinstance(endpoint, str) and endpoint and not endpoint.lower().startswith(("http://", "https://")):
         host = endpoint.rpartition("://")[2].rpartition("@")[2]

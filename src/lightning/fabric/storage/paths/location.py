@@ -25,7 +25,9 @@ _SECRETS = (
     (re.compile(r"(?<=://)[^/\s:]+@"), r"***@"),
     (
         re.compile(
-            r"([?&](?:sig|x-amz-[\w-]+|[\w-]*(?:signature|token|credential|secret|password|key\w*))=)[^&\s'\"]+",
+            # neither `max-keys` nor what says where a listing goes on
+            r"([?&](?:sig|[\w-]*(?:signature|(?<!continuation-)(?<!page)token|credential|secret|password|key(?:id)?))=)"
+            r"[^&\s'\"]+",
             re.IGNORECASE,
         ),
         r"\1***",
