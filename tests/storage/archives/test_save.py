@@ -121,8 +121,8 @@ def test_no_garbage_is_looked_for_while_a_state_is_pickled_beside_training(tmp_p
     assert gc.isenabled()
 
 
-def test_a_protocol_that_nobody_knows_is_named_by_fsspecs_own_error() -> None:
-    with pytest.raises(ValueError, match="Protocol not known: nope"):
+def test_a_protocol_that_nobody_knows_is_named_with_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"nope://bucket/x\.ckpt: fsspec knows no protocol 'nope': use"):
         save_file(STATE, "nope://bucket/x.ckpt")
 
 

@@ -287,7 +287,19 @@ def test_arguments_that_make_no_sense_are_refused(root: str, caplog: pytest.LogC
     assert taken in refusal(f"{root}/x.ckpt", f"{root}/full.ckpt")
     save_file("taken", f"{root}/x.ckpt.consolidated")
     assert f"already: {root}/x.ckpt.consolidated." in refusal(f"{root}/x.ckpt")
-    assert "ValueError: Protocol not known: nope" in refusal("nope://bucket/x.ckpt")
+    assert "nope://bucket/x.ckpt: fsspec knows no protocol 'nope'" in refusal("nope://bucket/x.ckpt")
+
+
+def test_a_store_that_is_out_of_reach_is_one_line_that_names_the_endpoint(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    with pytest.raises(SystemExit, match="1"):
+        command(f"{bucket.url}/x.ckpt")
+    told = caplog.records[-1].message
+    assert f"Could not look at {bucket.url}/x.ckpt: " in told
+    assert "Is the server the right one? See AWS_ENDPOINT_URL" in told
 
 
 def test_a_store_that_refuses_is_one_line_and_no_traceback(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:

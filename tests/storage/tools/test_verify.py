@@ -328,14 +328,25 @@ def test_what_cannot_be_verified_is_told_in_one_line(bucket: Bucket, tmp_path: P
         tmp_path / "missing.ckpt": f"There is nothing at {tmp_path}/missing.ckpt",
         tmp_path / "folder": f"There is no checkpoint in the folder {tmp_path}/folder",
         f"{bucket.url}/missing.ckpt": f"There is nothing at {bucket.url}/missing.ckpt",
-        "nope://x.ckpt": "ValueError: Protocol not known: nope",
+        "nope://x.ckpt": "ValueError: There is no way to nope://x.ckpt: fsspec knows no protocol 'nope': use .*",
     }.items():
         assert run(place)[:2] == (2, [])
-        assert re.search(rf"^{re.escape(reason)}$", run(place)[2], re.M), run(place)
+        assert re.search(rf"^{reason}$", run(place)[2], re.M), run(place)
     with bucket.refusing(lambda method, path: 403):
         code, lines, told = run(f"{bucket.url}/x.ckpt")
     assert (code, lines) == (2, [])
     assert f"Could not read {bucket.url}/x.ckpt/.metadata" in told.splitlines()[-1]
+
+
+def test_a_store_that_is_out_of_reach_is_told_of_with_the_endpoint(
+    bucket: Bucket, run: Run, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    code, lines, told = run(f"{bucket.url}/x.ckpt")
+    assert (code, lines) == (2, [])
+    assert f"Could not look at {bucket.url}/x.ckpt: " in told
+    assert "Is the server the right one? See AWS_ENDPOINT_URL" in told
 
 
 def test_all_checkpoints_of_a_folder_are_verified_with_a_line_for_each(tmp_path: Path, run: Run) -> None:

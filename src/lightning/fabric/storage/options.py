@@ -1,6 +1,5 @@
 """Options of stores that are given once for a run: endpoint, credentials and so on."""
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,7 @@ from fsspec import available_protocols, get_filesystem_class
 from fsspec.config import conf
 
 from lightning.fabric.storage.paths.client_options import check_options
-from lightning.fabric.storage.paths.hints import about_package
+from lightning.fabric.storage.paths.hints import about_package, about_protocol
 from lightning.fabric.storage.paths.location import LOCAL_PROTOCOLS
 
 #: What has been set, by protocol.
@@ -39,9 +38,7 @@ def set_storage_options(protocol: str, **options: Any) -> None:
     if name not in available_protocols():
         if name.partition("://")[0] in available_protocols():
             raise ValueError(f"Options are those of a protocol, and not of a place: give {name.partition('://')[0]!r}")
-        near = difflib.get_close_matches(name, available_protocols(), 3)
-        hint = f": do you mean {' or '.join(map(repr, near))}?" if near else ": use that of a URL, such as 's3' or 'gs'"
-        raise ValueError(f"fsspec knows no protocol {name!r}{hint}")
+        raise ValueError(about_protocol(name))
     try:
         kind = get_filesystem_class(name)
     except ImportError as error:

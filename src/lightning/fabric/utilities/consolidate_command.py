@@ -3,10 +3,12 @@
 import logging
 import sys
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 
 from lightning.fabric.storage.paths.filesystem import kind
 from lightning.fabric.storage.paths.location import Location, beside, display, display_about, locate
 from lightning.fabric.storage.strategies.checkpoints import find_checkpoint
+from lightning.fabric.storage.transport.errors import questions_named
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class _NoFolder(Exception):
 
 
 def _problem_of(location: Location, target: Location) -> str:
+    with suppress(PermissionError), questions_named(location):  # there are roles that may read, but not list
+        kind(location)  # a store that is out of reach says so at once
     found = find_checkpoint(location)
     if found.is_full:
         return f"The checkpoint to consolidate has to be a folder of shards, and there is a file: {found}"

@@ -17,7 +17,7 @@ from fsspec.utils import get_protocol
 
 from lightning.fabric.storage.paths.client_options import check_options
 from lightning.fabric.storage.paths.credentials import keep_current
-from lightning.fabric.storage.paths.hints import about_bucket, about_credentials, about_package
+from lightning.fabric.storage.paths.hints import about_bucket, about_credentials, about_package, about_protocol
 from lightning.fabric.storage.paths.location import Location, display, display_about, options_of
 
 
@@ -57,8 +57,8 @@ def _connect(url: str, text: str, options: dict[str, Any]) -> tuple[AbstractFile
     except ImportError as error:
         raise ImportError(f"{display(url)} needs a package: {error}.{about_package(text)}", name=error.name) from error
     except (ValueError, OSError) as error:
-        if get_protocol(text) not in available_protocols():
-            raise
+        if (protocol := get_protocol(text)) not in available_protocols():
+            raise ValueError(f"There is no way to {display(url)}: {about_protocol(protocol)}") from None
         kind = ValueError if isinstance(error, ValueError) else OSError
         reason = display_about(str(error), url).rstrip("!.")
         raise kind(f"There is no way to {display(url)}: {reason}.{about_credentials(text)}") from error

@@ -1,5 +1,8 @@
 """What to do about a store that cannot be reached, or refuses: which package to install, which variable to set."""
 
+import difflib
+
+from fsspec import available_protocols
 from fsspec.utils import get_protocol
 
 #: Protocols of the same client, by the name of the extra that brings it.
@@ -52,6 +55,13 @@ _ENDPOINTS = {
     "gcs": "STORAGE_EMULATOR_HOST and the storage option `endpoint_url`",
     "azure": "the name of the account, or the connection string",
 }
+
+
+def about_protocol(protocol: str) -> str:
+    """Which protocol may be meant by one that fsspec does not know, as a sentence without a full stop."""
+    near = difflib.get_close_matches(protocol, available_protocols(), 3)
+    hint = f": do you mean {' or '.join(map(repr, near))}?" if near else ": use that of a URL, such as 's3' or 'gs'"
+    return f"fsspec knows no protocol {protocol!r}{hint}"
 
 
 def about_package(url: str) -> str:

@@ -24,6 +24,7 @@ from lightning.fabric.storage.sharded.checksums import Record, records_of
 from lightning.fabric.storage.sharded.metadata_check import contradictions
 from lightning.fabric.storage.strategies.checkpoints import find_checkpoint
 from lightning.fabric.storage.tools.discover import why_incomplete
+from lightning.fabric.storage.transport.errors import questions_named
 from lightning.fabric.storage.transport.open import open_source
 from lightning.fabric.storage.transport.ranged_file import RangedFile, Source
 from lightning.fabric.storage.transport.threads import TaskPool
@@ -117,7 +118,8 @@ def verify_one_of_many(location: Location) -> Result:
 
 def _is_nothing(location: Location) -> bool:
     try:
-        return kind(location) == "nothing"
+        with questions_named(location):
+            return kind(location) == "nothing"
     except PermissionError:  # there are roles that may read, but not list
         return False
 
