@@ -74,6 +74,22 @@ def test_a_bucket_that_is_missing_stops_the_run(bucket: Bucket) -> None:
     assert "prefix=run%2F" in path
 
 
+def test_a_run_that_is_to_go_on_in_a_bucket_that_is_missing_is_told_nothing_else(
+    bucket: Bucket, recwarn: pytest.WarningsRecorder
+) -> None:
+    trainer = Trainer(max_epochs=1, devices=1, callbacks=[ModelCheckpoint("s3://no-such-bucket/run")], **QUIET)
+    with pytest.raises(FileNotFoundError, match=r"no-such-bucket/run\. There is no bucket 'no-such-bucket': make it"):
+        trainer.fit(Model(), ckpt_path="last")
+    assert not [one for one in recwarn if "no last checkpoint available" in str(one.message)]
+
+
+def test_a_run_that_is_to_go_on_in_a_bucket_that_is_empty_begins_anew(bucket: Bucket) -> None:
+    trainer = Trainer(max_epochs=1, devices=1, callbacks=[ModelCheckpoint(f"{bucket.url}/run")], **QUIET)
+    with pytest.warns(UserWarning, match="no last checkpoint available"):
+        trainer.fit(Model(), ckpt_path="last")
+    assert trainer.global_step == 4
+
+
 def test_a_root_in_a_bucket_that_is_missing_stops_the_run(bucket: Bucket, tmp_path: Path) -> None:
     root = "s3://no-such-bucket/run"
     stopped(FileNotFoundError, "There is no bucket 'no-such-bucket'", str(tmp_path), default_root_dir=root)

@@ -14,11 +14,17 @@ from lightning.fabric.storage.background.queue import unconditionally
 from lightning.fabric.storage.background.saver import saver_of
 from lightning.fabric.storage.collectives.errors import from_rank_zero, together_in
 from lightning.fabric.storage.own_plugins import loads_from_path, saves_at_path
-from lightning.fabric.storage.paths.filesystem import is_same, is_within, kind, shares_names
+from lightning.fabric.storage.paths.filesystem import is_same, is_within, kind, lacks_bucket, missing, shares_names
 from lightning.fabric.storage.paths.location import display, locate, text_of_folder
 from lightning.fabric.storage.save_report import SaveReport, reporting, stage
 from lightning.fabric.storage.tools.copy import duplicate
-from lightning.fabric.storage.tools.discover import is_there, times_of_complete, why_incomplete, without_more_names
+from lightning.fabric.storage.tools.discover import (
+    is_there,
+    times_of_complete,
+    warn_of_skipped,
+    why_incomplete,
+    without_more_names,
+)
 from lightning.fabric.storage.tools.discover import paths_in as paths_in_folder
 from lightning.fabric.storage.tools.preflight import has_checkpoints
 from lightning.fabric.storage.transport.errors import questions_named
@@ -97,20 +103,23 @@ def times_of_last(trainer: "Trainer", candidates: Iterable[str | None]) -> dict[
     all that is complete is what the run goes on from.
 
     Raises:
-        FileNotFoundError: None is complete of those that are there. A run does not start anew over them.
+        FileNotFoundError: None is complete of those that are there: a run does not start anew over them. Or there is
+            no such bucket.
         OSError: The store did not answer.
     """
     paths = {path for path in candidates if path}
     if not saves_at_path(trainer.strategy):
         names = [getattr(callback, "last_model_path", "") for callback in trainer.checkpoint_callbacks]
         return times_of_complete(paths, at_path=False) or {path: 0.0 for path in names if path}
-    times = times_of_complete(paths)
+    times = times_of_complete(paths, warn=False)
     left = {path: _what_is_left_at(path) for path in sorted(paths - times.keys())}
     incomplete = {path: why for path, why in left.items() if why}
     folders = [(callback, os.fspath(_folder_of(callback, trainer))) for callback in _model_checkpoints(trainer)]
     for callback, folder in folders:
         incomplete |= _moved_away(callback, folder, paths)
     if not incomplete:
+        if not times:
+            _see_buckets([folder for _, folder in folders])
         return times
     others = {path for callback, folder in folders for path in _saved_by(callback, folder)} - paths
     times |= times_of_complete(others)
@@ -123,7 +132,17 @@ def times_of_last(trainer: "Trainer", candidates: Iterable[str | None]) -> dict[
     newest = max(times, key=times.__getitem__)
     if newest in others:
         rank_zero_warn(f"The last checkpoint is not complete ({why}). The run goes on from {display(newest)!r}.")
+    else:
+        for path, reason in incomplete.items():
+            warn_of_skipped(path, reason)
     return times
+
+
+def _see_buckets(folders: Iterable[str]) -> None:
+    """Raises that there is no bucket, where a run would be said to have saved nothing yet."""
+    for folder in map(locate, folders):
+        if isinstance(folder, str) and lacks_bucket(folder):
+            raise FileNotFoundError(f"There is no last checkpoint in {missing(folder)}.")
 
 
 def _what_is_left_at(path: str) -> str:

@@ -83,7 +83,7 @@ def paths_in(folder: _PATH) -> list[str]:
     return [os.fspath(join(location, name)) for name in names_in(folder)]
 
 
-def times_of_complete(candidates: Iterable[str], at_path: bool = True) -> dict[str, float]:
+def times_of_complete(candidates: Iterable[str], at_path: bool = True, warn: bool = True) -> dict[str, float]:
     """When each of the candidates that are complete was saved. A warning says why another is not.
 
     Of a folder, the time of its own entry tells less: a save into it that has failed changes that as well.
@@ -92,6 +92,7 @@ def times_of_complete(candidates: Iterable[str], at_path: bool = True) -> dict[s
         candidates: Paths. Those that do not exist are passed over.
         at_path: Whether that is where Lightning has saved them. Else what a plugin has saved there, or under a name
             that goes on with a dot, counts as complete, whatever it is.
+        warn: Whether to warn.
 
     Returns:
         Seconds since the beginning of 1970, by path. Of those with the same time, the one that is first is newer by its
@@ -107,7 +108,7 @@ def times_of_complete(candidates: Iterable[str], at_path: bool = True) -> dict[s
                 times[path] = max(found)
             continue
         location = locate(path)
-        if kind(location) == "nothing" or not _is_complete(path):
+        if kind(location) == "nothing" or not _is_complete(path, warn):
             continue
         commit = join(location, METADATA)
         times[path] = modified(commit if is_file(commit) else location)
@@ -187,11 +188,16 @@ def _versions(names: Iterable[str], start: str) -> set[int]:
     return {int(match[1]) for match in found if match is not None}
 
 
-def _is_complete(path: _PATH) -> bool:
+def _is_complete(path: _PATH, warn: bool = True) -> bool:
     why = why_incomplete(path)
-    if why is not None:
-        rank_zero_warn(f"Skipping the checkpoint {display(os.fspath(path))!r}, which is not complete: {why}")
+    if why is not None and warn:
+        warn_of_skipped(path, why)
     return why is None
+
+
+def warn_of_skipped(path: _PATH, why: str) -> None:
+    """Warns that a checkpoint is not gone on from, for it is not complete."""
+    rank_zero_warn(f"Skipping the checkpoint {display(os.fspath(path))!r}, which is not complete: {why}")
 
 
 def checkpoints_below(folder: Location) -> list[Location]:
