@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from lightning.fabric.storage.archives.archive_reader import ARCHIVE, BrokenArchive, Zipped
-from lightning.fabric.storage.magic_bytes import START, why_no_checkpoint
+from lightning.fabric.storage.archives.magic_bytes import START, why_no_checkpoint
 from lightning.fabric.storage.paths.filesystem import is_file, lacks_bucket, missing
 from lightning.fabric.storage.paths.layout import STOCK_META
 from lightning.fabric.storage.paths.location import Location, display, join, locate

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from lightning.fabric.storage.archives.archive_reader import Wrong, Zipped
-from lightning.fabric.storage.magic_bytes import START, why_no_checkpoint
+from lightning.fabric.storage.archives.magic_bytes import START, why_no_checkpoint
 from lightning.fabric.storage.paths.filesystem import kind, missing
 from lightning.fabric.storage.paths.layout import METADATA, STOCK_META
 from lightning.fabric.storage.paths.location import Location, display, join
