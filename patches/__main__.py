@@ -1,6 +1,7 @@
 """``python -m patches``: apply the patches to a tree, export them as commits, or tell what has become of them."""
 
 import argparse
+import ast
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from patches.export import export
 from patches.format import Patch, PatchError, load_patches, select
 from patches.layout import Layout
 from patches.status import judge
+from patches.syntax import statements
 
 
 def main() -> int:
@@ -46,6 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     verb.set_defaults(run=_status)
     verb.add_argument("tree", metavar="TREE", type=Path, help=tree)
     _add_patches(verb)
+
+    about = "Tell how many edits the patches make in how many files, and how many of Lightning's statements they quote."
+    verb = verbs.add_parser("count", help="tell how many edits there are", description=about)
+    verb.set_defaults(run=_count)
+    _add_patches(verb)
     return parser
 
 
@@ -74,6 +81,15 @@ def _status(arguments: argparse.Namespace, patches: list[Patch]) -> int:
     for name, (state, reason) in result.items():
         print(f"{name}: {state}{': ' if reason else ''}{reason}")
     return 0 if all(status.state == "applies" for status in result.values()) else 1
+
+
+def _count(arguments: argparse.Namespace, patches: list[Patch]) -> int:
+    edits = [edit.spec for patch in patches for edit in patch.edits]
+    files = {edit["file"] for edit in edits}
+    found = [node for edit in edits if "find" in edit for top in statements(edit["find"]) for node in ast.walk(top)]
+    print(f"edits: {len(edits)} in {len(files)} files")
+    print(f"quoted statements and expressions: {sum(isinstance(node, ast.stmt) for node in found)}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -3,53 +3,35 @@
 import ast
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from patches import syntax
-from patches.format import Edit, Landed, NoMatch, PatchError
+from patches import imports, syntax
+from patches.format import FOUND_KINDS, Edit, Landed, NoMatch, PatchError
 from patches.layout import Layout
+from patches.splice import Splice, offset, removed, span, statements, verified
 
 _LANDED = "the patch is applied here, or it landed upstream (then drop it)"
-#: Packages whose imports stand together, whichever of them a tree has.
-_DISTRIBUTIONS = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
-class Splice(NamedTuple):
-    """Bytes ``start`` to ``end`` of a file become ``text``."""
-
-    start: int
-    end: int
-    text: str
-
-
-def place(edit: Edit, source: bytes, layout: Layout) -> Splice | None:
-    """Where in ``source`` the edit goes, and what it puts there; None for an import that is there already."""
+def place(edit: Edit, source: bytes, layout: Layout) -> list[Splice]:
+    """Where in ``source`` the edit goes, and what it puts there; nothing for an import that is there already."""
     spec = {key: layout.text(value) for key, value in edit.spec.items()}
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
         raise PatchError(f"{edit}: the file is not Python: {error}") from error
-    if "import" in spec:
-        return _place_import(edit, tree, source, spec["import"])
+    splices = imports.insertions(edit, source, spec["import"]) if "import" in spec else []
+    if "body" not in spec and "find" not in spec:
+        return splices
     scope = _scope(edit, tree, spec.get("in"))
     if "landed" in spec:
-        landed = [syntax.undotted(statement) for statement in _statements(edit, spec["landed"])]
+        landed = [syntax.undotted(statement) for statement in statements(edit, spec["landed"])]
         if syntax.matches(syntax.undotted(scope), landed):
             raise Landed(f"{edit}: {spec['landed']!r} is there already: {_LANDED}")
     if "body" in spec:
-        return _place_body(edit, tree, scope, source, spec["body"])
-    there = syntax.matches(scope, _statements(edit, spec["replace"]))
-    # A replacement may well contain what it replaces: that is not a place where anything is left to do.
-    done = {id(node) for run in there for top in run for node in ast.walk(top)}
-    matches = [run for run in syntax.matches(scope, _statements(edit, spec["find"])) if id(run[0]) not in done]
-    if len(matches) == 1:
-        return _checked(edit, tree, matches[0], source, spec["replace"])
-    if matches:
-        raise PatchError(f"{edit}: {spec['find']!r} matches {len(matches)} places, and must match exactly one")
-    if there:
-        raise Landed(f"{edit}: the replacement is there already: {_LANDED}")
-    raise NoMatch(f"{edit}: {spec['find']!r} matches no place, and must match exactly one")
+        return [_place_body(edit, tree, scope, source, spec["body"]), *splices]
+    return [_place_found(edit, tree, scope, source, spec), *splices]
 
 
 def _scope(edit: Edit, tree: ast.Module, path: str | None) -> ast.AST:
@@ -62,33 +44,27 @@ def _scope(edit: Edit, tree: ast.Module, path: str | None) -> ast.AST:
     return scope
 
 
-def _statements(edit: Edit, text: str) -> list[ast.stmt]:
-    try:
-        return syntax.statements(text)
-    except SyntaxError as error:
-        raise PatchError(f"{edit}: {text!r} is not Python: {error}") from error
-
-
-def _place_import(edit: Edit, tree: ast.Module, source: bytes, text: str) -> Splice | None:
-    """Among the module's imports from the same package, where import sorting would put it."""
-    new = _statements(edit, text)
-    if len(new) != 1 or not isinstance(new[0], ast.ImportFrom) or not new[0].module or new[0].level:
-        raise PatchError(f"{edit}: {text!r} is not one absolute 'from ... import ...'")
-    module = new[0].module
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module and not node.level]
-    there = {(alias.name, alias.asname) for node in imports if node.module == module for alias in node.names}
-    if there.issuperset((alias.name, alias.asname) for alias in new[0].names):
-        return None
-    package = module.partition(".")[0]
-    siblings = _DISTRIBUTIONS if package in _DISTRIBUTIONS else (package,)
-    family = [node for node in imports if str(node.module).partition(".")[0] in siblings]
-    if not family:
-        raise PatchError(f"{edit}: the module imports nothing from {package!r} that {text!r} could stand beside")
-    later = next((node for node in family if str(node.module) > module), None)
-    line = later.lineno if later else (family[-1].end_lineno or 0) + 1
-    tree.body.insert(tree.body.index(later) if later else tree.body.index(family[-1]) + 1, new[0])
-    at = _offset(source, line, 0)
-    return _verified(edit, tree, source, Splice(at, at, ast.unparse(new[0]) + "\n"))
+def _place_found(edit: Edit, tree: ast.Module, scope: ast.AST, source: bytes, spec: dict[str, str]) -> Splice:
+    find = statements(edit, spec["find"])
+    kind = next(kind for kind in FOUND_KINDS if kind in spec)
+    new = statements(edit, spec[kind])
+    if kind == "wrap":
+        new = _filled(edit, new, spec[kind], find)
+    there = syntax.matches(scope, new)
+    # What is put there may well contain what is found: that is not a place where anything is left to do.
+    done = {id(node) for run in there for top in run for node in ast.walk(top)}
+    matches = [run for run in syntax.matches(scope, find) if id(run[0]) not in done]
+    if there and (kind in ("before", "after") or not matches):
+        raise Landed(f"{edit}: the replacement is there already: {_LANDED}")
+    if not matches:
+        raise NoMatch(f"{edit}: {spec['find']!r} matches no place, and must match exactly one")
+    if len(matches) > 1:
+        raise PatchError(f"{edit}: {spec['find']!r} matches {len(matches)} places, and must match exactly one")
+    if kind in ("before", "after"):
+        return _inserted(edit, tree, syntax.whole(scope, matches[0]), source, kind, spec[kind], new)
+    if kind == "wrap":
+        return _replaced(edit, tree, matches[0], source, _wrapping(edit, matches[0], source, spec[kind]), new)
+    return _replaced(edit, tree, matches[0], source, spec[kind], new)
 
 
 def _place_body(edit: Edit, tree: ast.Module, scope: ast.AST, source: bytes, body: str) -> Splice:
@@ -98,10 +74,12 @@ def _place_body(edit: Edit, tree: ast.Module, scope: ast.AST, source: bytes, bod
     found = scope.body[int(documented) :]
     if not found:
         raise PatchError(f"{edit}: the function has no body beside its docstring")
-    if syntax.same(found, _statements(edit, body)):
+    new = statements(edit, body)
+    if syntax.same(found, new):
         raise Landed(f"{edit}: the function has this body already: {_LANDED}")
     header = (scope.body[0].end_lineno if documented else scope.lineno) or 0
-    return _with_comments(_checked(edit, tree, found, source, body), header, syntax.first_line(found[0]), source)
+    splice = _replaced(edit, tree, found, source, body, new)
+    return _with_comments(splice, header, syntax.first_line(found[0]), source)
 
 
 def _with_comments(splice: Splice, header: int, first: int, source: bytes) -> Splice:
@@ -114,74 +92,96 @@ def _with_comments(splice: Splice, header: int, first: int, source: bytes) -> Sp
         source: The file's content.
 
     """
-    start, _, text = splice
+    start, _, text, _ = splice
     lines = source.splitlines()
     for number in range(first - 1, header, -1):
         line = lines[number - 1].strip()
         if line and not line.startswith(b"#"):
             break
         if line:
-            start = _offset(source, number, 0)
+            start = offset(source, number, 0)
     if start != splice.start:
-        text = source[_offset(source, first, 0) : splice.start].decode() + text
+        text = source[offset(source, first, 0) : splice.start].decode() + text
     comment = re.match(rb"[ \t]*#[^\r\n]*", source[splice.end :])
     return Splice(start, splice.end + (comment.end() if comment else 0), text)
 
 
-def _checked(edit: Edit, tree: ast.Module, nodes: Sequence[Any], source: bytes, text: str) -> Splice:
+def _replaced(
+    edit: Edit, tree: ast.Module, nodes: Sequence[Any], source: bytes, text: str, new: list[ast.stmt]
+) -> Splice:
     """The splice that puts ``text`` in the place of ``nodes``, if the result means what the patch says."""
     text = textwrap.dedent(text).strip("\n").rstrip()
-    column = nodes[0].col_offset
-    line_start = _offset(source, syntax.first_line(nodes[0]), 0)
-    start = line_start + column
-    end = _offset(source, nodes[-1].end_lineno, nodes[-1].end_col_offset)
-    new: Any
-    if not isinstance(nodes[0], ast.stmt):
-        try:
-            new = syntax.expression(text)
-        except SyntaxError as error:
-            raise PatchError(f"{edit}: {text!r} is no expression, and takes the place of one: {error}") from error
-        splice = Splice(start, end, text)
-    elif text:
-        new = _statements(edit, text)
-        line = source[line_start:end]
-        margin = line[: len(line) - len(line.lstrip(b" \t"))].decode()
-        splice = Splice(start, end, textwrap.indent(text, margin).lstrip())
+    if isinstance(nodes[0], ast.stmt):
+        if not text:
+            return removed(edit, tree, nodes, source)
+        splice = Splice(*span(source, nodes), _indented(text, source, nodes[0]).lstrip())
+        syntax.substitute(tree, nodes, new)
+        return verified(edit, tree, source, splice)
+    if len(new) != 1 or not isinstance(new[0], ast.Expr):
+        raise PatchError(f"{edit}: {text!r} is no expression, and takes the place of one")
+    syntax.substitute(tree, nodes, new[0].value)
+    return verified(edit, tree, source, Splice(*span(source, nodes), text))
+
+
+def _inserted(
+    edit: Edit, tree: ast.Module, nodes: Sequence[Any], source: bytes, kind: str, text: str, new: list[ast.stmt]
+) -> Splice:
+    """The splice that puts ``text`` before or after the statements ``nodes``."""
+    if not new:
+        raise PatchError(f"{edit}: {kind!r} says nothing")
+    start, end = span(source, nodes)
+    text = _indented(textwrap.dedent(text).strip("\n").rstrip(), source, nodes[0])
+    if kind == "before":
+        splice = Splice(start, start, text.lstrip() + "\n" + _margin(source, nodes[0]))
     else:
-        new = []
-        tail = re.match(rb"[ \t]*(#[^\r\n]*)?(\r?\n|$)", source[end:])
-        if tail is None or source[line_start:start].strip():
-            raise PatchError(f"{edit}: a statement can only be removed when it has its lines for itself")
-        end += tail.end()
-        before = source[:line_start].rpartition(b"\n")[0].rpartition(b"\n")[2].strip()
-        if not before or before.endswith(b":"):  # at the start of a block or paragraph: no blank line may remain there
-            blank = re.match(rb"[ \t]*\r?\n", source[end:])
-            end += blank.end() if blank else 0
-        splice = Splice(line_start, end, "")
-    syntax.substitute(tree, nodes, new)
-    return _verified(edit, tree, source, splice)
+        end += len(source[end:].partition(b"\n")[0].rstrip(b"\r"))
+        splice = Splice(end, end, "\n" + text)
+    syntax.substitute(tree, nodes, [*new, *nodes] if kind == "before" else [*nodes, *new])
+    return verified(edit, tree, source, splice)
 
 
-def _verified(edit: Edit, expected: ast.Module, source: bytes, splice: Splice) -> Splice:
-    try:
-        result = ast.parse(spliced(source, [splice]))
-    except SyntaxError as error:
-        raise PatchError(f"{edit}: the result is not Python: {error}") from error
-    if not syntax.same(result, expected):
-        raise PatchError(
-            f"{edit}: {splice.text!r} would mean something else at that place (a missing pair of parentheses, an"
-            " 'elif', or a string of several lines that indentation changes?)"
-        )
-    return splice
+def _filled(edit: Edit, nodes: list[ast.stmt], text: str, found: list[ast.stmt]) -> list[ast.stmt]:
+    """The statements of ``wrap`` with what is found in the place of their ``...``."""
+    hole = _hole(edit, nodes, text)
+    module = ast.Module(nodes, [])
+    around = next((node for node in ast.walk(module) if isinstance(node, ast.Expr) and node.value is hole), None)
+    if around is not None:
+        syntax.substitute(module, [around], found)
+    elif len(found) == 1 and isinstance(found[0], ast.Expr):
+        syntax.substitute(module, [hole], found[0].value)
+    else:
+        raise PatchError(f"{edit}: {text!r} has its '...' in the place of an expression, and wraps statements")
+    return module.body
 
 
-def _offset(source: bytes, line: int, column: int) -> int:
-    return sum(len(text) for text in source.splitlines(keepends=True)[: line - 1]) + column
+def _hole(edit: Edit, nodes: list[ast.stmt], text: str) -> ast.Constant:
+    constants = (node for top in nodes for node in ast.walk(top) if isinstance(node, ast.Constant))
+    holes = [node for node in constants if node.value is ...]
+    if len(holes) != 1:
+        raise PatchError(f"{edit}: {text!r} needs exactly one '...', which stands for what is found")
+    return holes[0]
 
 
-def spliced(source: bytes, splices: Iterable[Splice]) -> bytes:
-    """``source`` with all ``splices`` made, in the file's own kind of line ends."""
-    newline = b"\r\n" if source.partition(b"\n")[0].endswith(b"\r") else b"\n"
-    for splice in sorted(splices, reverse=True):
-        source = source[: splice.start] + splice.text.encode().replace(b"\n", newline) + source[splice.end :]
-    return source
+def _wrapping(edit: Edit, nodes: Sequence[Any], source: bytes, text: str) -> str:
+    """The text of ``wrap`` with the source of ``nodes`` in the place of its ``...``."""
+    text = textwrap.dedent(text).strip("\n")
+    hole = _hole(edit, syntax.statements(text), text)
+    at = offset(text.encode(), hole.lineno, hole.col_offset)
+    head, tail = text.encode()[:at].decode(), text.encode()[at + 3 :].decode()
+    start, end = span(source, nodes)
+    found = source[start:end].decode().replace("\r\n", "\n")
+    if isinstance(nodes[0], ast.stmt):
+        if head.rstrip(" ").endswith(":"):  # "with x: ..." on one line
+            head = head.rstrip() + "\n    "
+        line = head.rpartition("\n")[2]
+        found = found.replace("\n" + _margin(source, nodes[0]), "\n" + ("" if line.strip() else line))
+    return head + found + tail
+
+
+def _margin(source: bytes, node: Any) -> str:
+    line = source[offset(source, syntax.first_line(node), 0) :].partition(b"\n")[0]
+    return line[: len(line) - len(line.lstrip(b" \t"))].decode()
+
+
+def _indented(text: str, source: bytes, like: Any) -> str:
+    return textwrap.indent(text, _margin(source, like))

@@ -2,23 +2,29 @@
 
 An edit names a file, a scope (``Class.method``, or nothing for the module) and one of
 
-* ``find`` and ``replace``: an expression, or one or more consecutive statements, which an empty ``replace`` removes;
-* ``body``: what takes the place of a function's whole body, its docstring excepted;
-* ``import``: a ``from`` import, inserted once among the module's imports.
+* ``find``, an expression or one or more consecutive statements, with one of
+  ``replace``: what takes its place, or nothing, which removes statements;
+  ``before``, ``after``: statements beside it, or beside the statement that an expression is part of;
+  ``wrap``: what goes around it, with ``...`` in its place;
+* ``body``: what takes the place of a function's whole body, its docstring excepted.
+
+Either may have an ``import``, which can also stand alone: ``from`` imports, inserted once among the module's imports.
+An import that nothing in its scope uses after the edits, and something used before, is dropped.
 
 Positions come from the tree, never from line numbers or surrounding text, so a patch survives any change of Lightning's
 that leaves the statement itself alone. Whatever is not exactly one match is a :class:`PatchError`. All edits of a file
 are matched against the same pristine text and must not overlap, which makes the order of patches irrelevant.
 """
 
-import ast
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from patches.edit import Splice, place, spliced
+from patches import imports
+from patches.edit import place
 from patches.format import Edit, Patch, PatchError
 from patches.layout import Layout
+from patches.splice import Splice, spliced
 
 
 class Change(NamedTuple):
@@ -70,16 +76,22 @@ def edit_file(path: Path, edits: Sequence[Edit], layout: Layout) -> bytes:
     source = path.read_bytes()
     splices: dict[Splice, Edit] = {}
     for edit in edits:
-        splice = place(edit, source, layout)
-        if splice is None:  # an import that is there already
-            continue
-        for other in splices:
-            if other.start < splice.end and splice.start < other.end:
-                raise PatchError(f"{edit}: overlaps an edit of patch {splices[other].patch!r}")
-        splices[splice] = edit
+        for splice in place(edit, source, layout):
+            for other in splices:
+                _check_apart(edit, splice, splices[other], other)
+            splices[splice] = edit
     result = spliced(source, splices)
     try:
-        ast.parse(result)
+        unused = imports.orphans(source, result)
     except SyntaxError as error:  # each is right by itself, but two can empty a block, for instance
         raise PatchError(f"{'; '.join(map(str, edits))}: together they leave what is not Python: {error}") from error
-    return result
+    if "" in unused:
+        unused[""] -= layout.imported_from(path)
+    return imports.without(result, unused, edits[0])
+
+
+def _check_apart(edit: Edit, splice: Splice, other_edit: Edit, other: Splice) -> None:
+    if other.start < splice.end and splice.start < other.end:
+        raise PatchError(f"{edit}: overlaps an edit of patch {other_edit.patch!r}")
+    if splice[:2] == other[:2] and not (splice.shared and other.shared):
+        raise PatchError(f"{edit}: inserts at the same place as an edit of patch {other_edit.patch!r}")

@@ -16,7 +16,9 @@ REPOSITORY = PATCHES.parent
 
 #: How the ``pytorch-lightning`` distribution calls the packages that ``lightning`` ships. Holds for imports and paths.
 RENAMES = {"lightning.fabric": "lightning_fabric", "lightning.pytorch": "pytorch_lightning"}
-_EDIT_KINDS = ({"find", "replace"}, {"body"}, {"import"})
+#: What becomes of what is found.
+FOUND_KINDS = ("replace", "before", "after", "wrap")
+_EDIT_KINDS = [{"find", kind} for kind in FOUND_KINDS] + [{"body"}]
 _TEXTS = ("subject", "why", "upstream", "drop")
 _LISTS = ("tests", "adds", "requires")
 
@@ -123,11 +125,12 @@ def _read(path: Path) -> Patch:
 
 
 def _check_edit(path: Path, edit: dict[str, object]) -> None:
-    kind = edit.keys() - {"file", "in", "landed"}
-    if "file" not in edit or kind not in _EDIT_KINDS or (kind == {"import"} and edit.keys() & {"in", "landed"}):
+    if edit.keys() != {"file", "import"} and edit.keys() - {"file", "in", "landed", "import"} not in _EDIT_KINDS:
         raise PatchError(
-            f"{path.name}: an edit has the keys {sorted(edit)}; it needs 'file' and one of find with replace, body,"
-            " or import (which takes neither 'in' nor 'landed')"
+            f"{path.name}: an edit has the keys {sorted(edit)}; it needs 'file' and one of find with"
+            f" {', '.join(FOUND_KINDS)}, or body, beside which it may have an import; or an import alone"
         )
+    if "file" not in edit:
+        raise PatchError(f"{path.name}: an edit has the keys {sorted(edit)}; it needs 'file'")
     if strange := [key for key, value in edit.items() if not isinstance(value, str)]:
         raise PatchError(f"{path.name}: {strange[0]!r} of an edit must be a string")

@@ -1,8 +1,10 @@
 """Where the files of Lightning are in the different kinds of trees that hold it."""
 
+from functools import cached_property
 from pathlib import Path
 
-from patches.format import REPOSITORY, Edit, Patch, PatchError, rename
+from patches.format import RENAMES, REPOSITORY, Edit, Patch, PatchError, rename
+from patches.imports import imported_from
 
 
 class Layout:
@@ -29,6 +31,16 @@ class Layout:
     def path(self, file: str) -> Path:
         """Where this tree has ``file``, which is named as in the ``lightning`` distribution."""
         return self.prefix / self.text(file)
+
+    def imported_from(self, path: Path) -> set[str]:
+        """The names that other files of this tree import from the module at ``path``."""
+        module = ".".join(path.relative_to(self.prefix).with_suffix("").parts).removesuffix(".__init__")
+        return imported_from(self._sources, module)
+
+    @cached_property
+    def _sources(self) -> list[str]:
+        packages = list(RENAMES.values()) if self.renamed else ["lightning"]
+        return [path.read_text("utf-8") for name in packages for path in sorted((self.prefix / name).rglob("*.py"))]
 
     def edits(self, patch: Patch) -> list[Edit]:
         """Those edits of ``patch`` whose files are of this tree: ``pytorch-lightning`` has no package ``lightning``."""

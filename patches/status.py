@@ -36,14 +36,14 @@ def _explain(layout: Layout, patch: Patch, error: PatchError) -> Status:
     gone: list[str] = []
     broken: list[str] = []
     left = 0
-    for edit in (edit for edit in layout.edits(patch) if "import" not in edit.spec):
+    for edit in (edit for edit in layout.edits(patch) if edit.spec.keys() != {"file", "import"}):
         try:
             edit_file(layout.path(edit.spec["file"]), [edit], layout)
             left += 1
         except Landed as reason:
             landed.append(f"landed only in part: {reason}")
         except NoMatch as reason:
-            (broken if edit.spec["replace"].strip() else gone).append(str(reason))
+            (broken if edit.spec.get("replace") != "" else gone).append(str(reason))
         except PatchError as reason:
             broken.append(str(reason))
     if landed and not broken and not left:

@@ -14,23 +14,18 @@ def statements(text: str) -> list[ast.stmt]:
     return ast.parse(textwrap.dedent(text)).body
 
 
-def expression(text: str) -> ast.expr:
-    """Parses one expression, as if it stood in parentheses."""
-    return ast.parse(f"({text}\n)", mode="eval").body
-
-
 def definitions(scope: ast.AST, name: str) -> list[Definition]:
     """The classes and functions called ``name`` directly in ``scope``."""
-    return [node for node in _own_statements(scope) if isinstance(node, Definition) and node.name == name]
+    return [node for node in own_statements(scope) if isinstance(node, Definition) and node.name == name]
 
 
-def _own_statements(scope: ast.AST) -> Iterator[ast.AST]:
+def own_statements(scope: ast.AST) -> Iterator[ast.AST]:
     """The statements of ``scope``, also those inside ``if`` and the like, but not those inside further definitions."""
     for child in ast.iter_child_nodes(scope):
         if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
             yield child
             if not isinstance(child, Definition):
-                yield from _own_statements(child)
+                yield from own_statements(child)
 
 
 def same(left: Any, right: Any) -> bool:
@@ -69,6 +64,14 @@ def matches(scope: ast.AST, wanted: Sequence[Any]) -> list[list[Any]]:
 
     visit(scope)
     return found
+
+
+def whole(scope: ast.AST, nodes: list[Any]) -> list[Any]:
+    """``nodes`` if they are statements, and the innermost statement around an expression."""
+    if isinstance(nodes[0], ast.stmt):
+        return nodes
+    around = (node for node in ast.walk(scope) if isinstance(node, ast.stmt))  # from the outermost to the innermost
+    return [node for node in around if any(part is nodes[0] for part in ast.walk(node))][-1:]
 
 
 def undotted(node: ast.AST) -> Any:

@@ -140,6 +140,16 @@ class TestStatus:
         assert "the file does not exist" in out
 
 
+class TestCount:
+    def test_edits_files_and_what_is_quoted_with_the_statements_inside(self, run: Run, tmp_path: Path) -> None:
+        many = EDIT.format("if x:\\n    a()\\nb()", "") + EDIT.format("c", "d").replace("boat", "raft")
+        (tmp_path / "patches/drown.toml").write_text(HEADER.format([], []) + many)
+        assert run("count") == (0, "edits: 6 in 2 files\nquoted statements and expressions: 7\n", "")
+
+    def test_chosen_ones_with_those_that_they_require(self, run: Run) -> None:
+        assert run("count", "sail") == (0, "edits: 3 in 1 files\nquoted statements and expressions: 3\n", "")
+
+
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["apply"], ["status"], ["export"]])
 def test_wrong_usage_is_explained(run: Run, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

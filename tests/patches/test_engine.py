@@ -9,7 +9,7 @@ import pytest
 
 from patches import layout as layout_module
 from patches.engine import apply_patches
-from patches.format import Edit, Landed, Patch, PatchError, load_patches, rename, select
+from patches.format import Edit, Landed, NoMatch, Patch, PatchError, load_patches, rename, select
 from patches.layout import Layout
 from patches.status import Status, judge
 
@@ -216,7 +216,7 @@ class TestReplace:
         assert "is no expression" in error(tmp_path, "x = a\n", make_edit(find="a", replace="return b"))
 
     def test_expression_cannot_be_removed(self, tmp_path):
-        assert "would mean something else" in error(tmp_path, "f(a)\n", make_edit(find="a", replace=""))
+        assert "is no expression" in error(tmp_path, "f(a)\n", make_edit(find="a", replace=""))
 
     def test_string_of_several_lines_that_indentation_would_change(self, tmp_path):
         edit = make_edit(scope="f", find="a()", replace='a("""one\ntwo""")')
@@ -269,6 +269,127 @@ class TestRemove:
     def test_two_edits_that_empty_a_block_together(self, tmp_path):
         edits = [make_edit(find=find, replace="") for find in ("a()", "b()")]
         assert "together they leave what is not Python" in error(tmp_path, "if x:\n    a()\n    b()\n", *edits)
+
+
+class TestBeside:
+    def test_statements_before_and_after_without_quoting_again(self, tmp_path):
+        source = "def f():\n    # about a\n    a()  # why\n    b()\n"
+        edits = [make_edit(scope="f", find="a()", before="x()\n\ny()"), make_edit(scope="f", find="b()", after="z()")]
+        assert result(tmp_path, source, *edits) == (
+            "def f():\n    # about a\n    x()\n\n    y()\n    a()  # why\n    b()\n    z()\n"
+        )
+
+    def test_both_around_the_same_statement(self, tmp_path):
+        edits = [make_edit(find="a()", after="z()"), make_edit(find="a()", before="x()")]
+        assert result(tmp_path, "if c:\n    a()\n", *edits) == "if c:\n    x()\n    a()\n    z()\n"
+
+    def test_several_statements(self, tmp_path):
+        edits = [make_edit(find="a()\nb()", before="x()"), make_edit(find="a()\nb()", after="y()")]
+        assert result(tmp_path, "a()\nb()", *edits) == "x()\na()\nb()\ny()"
+
+    @pytest.mark.parametrize(
+        ("source", "expected"),
+        [
+            ("r = g(a)\n", "x()\nr = g(a)\ny()\n"),
+            ("if a:\n    return_()\n", "x()\nif a:\n    return_()\ny()\n"),
+            ("for i in j:\n    g(\n        a\n    )\n", "for i in j:\n    x()\n    g(\n        a\n    )\n    y()\n"),
+            ("@a\ndef g(): ...\n", "x()\n@a\ndef g(): ...\ny()\n"),
+        ],
+    )
+    def test_an_expression_stands_for_the_innermost_statement_around_it(self, tmp_path, source, expected):
+        edits = [make_edit(find="a", before="x()"), make_edit(find="a", after="y()")]
+        assert result(tmp_path, source, *edits) == expected
+
+    def test_windows_line_ends_and_tabs_are_kept(self, tmp_path):
+        edits = [make_edit(find="a()", before="x()"), make_edit(find="a()", after="y()")]
+        source = b"if c:\r\n\ta()  # why\r\n"
+        assert result(tmp_path, source, *edits) == "if c:\r\n\tx()\r\n\ta()  # why\r\n\ty()\r\n"
+
+    def test_beside_what_another_edit_replaces_or_wraps(self, tmp_path):
+        edits = [
+            make_edit(find="a()", wrap="with c: ..."),
+            make_edit(find="a()", after="y()"),
+            make_edit(find="b(1)", before="x()"),
+            make_edit(find="1", replace="2"),
+        ]
+        assert result(tmp_path, "a()\nb(1)\n", *edits) == "with c:\n    a()\ny()\nx()\nb(2)\n"
+
+    @pytest.mark.parametrize(
+        ("source", "kind"), [("a(); b()\n", "after"), ("if c: a()\n", "after"), ("b(); a()\n", "before")]
+    )
+    def test_statement_that_shares_its_line(self, tmp_path, source, kind):
+        message = error(tmp_path, source, make_edit(find="a()", **{kind: "with x:\n    z()"}))
+        assert "would mean something else" in message or "the result is not Python" in message
+
+    def test_branch_of_a_condition(self, tmp_path):
+        source = "if c:\n    b()\nelif a:\n    d()\n"
+        assert "not Python" in error(tmp_path, source, make_edit(find="a", before="x()"))
+
+    @pytest.mark.parametrize("kind", ["before", "after"])
+    def test_nothing(self, tmp_path, kind):
+        assert "says nothing" in error(tmp_path, "a()\n", make_edit(find="a()", **{kind: "# only a comment"}))
+
+    @pytest.mark.parametrize("kind", ["before", "after"])
+    def test_there_already(self, tmp_path, kind):
+        edit = make_edit(scope="f", find="a()", **{kind: "x()"})
+        source = "def f():\n    x()\n    a()\n    x()\n"
+        assert "is there already" in error(tmp_path, source, edit, kind=Landed)
+
+    def test_no_match(self, tmp_path):
+        assert "matches no place" in error(tmp_path, "a()\n", make_edit(find="b()", after="x()"), kind=NoMatch)
+
+
+class TestWrap:
+    @pytest.mark.parametrize("text", ["with x as y: ...", "with x as y:\n    ..."])
+    def test_statement(self, tmp_path, text):
+        source = "def f():\n    a(\n        1,  # one\n    )  # why\n    b()\n"
+        assert result(tmp_path, source, make_edit(scope="f", find="a(1)", wrap=text)) == (
+            "def f():\n    with x as y:\n        a(\n            1,  # one\n        )  # why\n    b()\n"
+        )
+
+    def test_several_statements_with_what_comes_before_and_after_them(self, tmp_path):
+        edit = make_edit(find="a()\n\nb()", wrap="try:\n    ...\nexcept OSError:\n    c()\nd()")
+        expected = "if z:\n    try:\n        a()\n\n        b()\n    except OSError:\n        c()\n    d()\n"
+        assert result(tmp_path, "if z:\n    a()\n\n    b()\n", edit) == expected
+
+    def test_expression(self, tmp_path):
+        source = "x = g(\n    a.b('s'),  # why\n    c,\n)\n"
+        assert result(tmp_path, source, make_edit(find='a.b("s")', wrap="h(..., 1)")) == (
+            "x = g(\n    h(a.b('s'), 1),  # why\n    c,\n)\n"
+        )
+
+    def test_call_that_is_a_statement_as_an_expression(self, tmp_path):
+        assert result(tmp_path, "a()\n", make_edit(find="a()", wrap="x = f(...)")) == "x = f(a())\n"
+
+    def test_windows_line_ends_are_kept(self, tmp_path):
+        edit = make_edit(find="a(1)", wrap="with x: ...")
+        assert result(tmp_path, b"a(\r\n    1)\r\n", edit) == "with x:\r\n    a(\r\n        1)\r\n"
+
+    def test_decorated_function(self, tmp_path):
+        edit = make_edit(find="@a\ndef f(): b()", wrap="if x: ...")
+        assert result(tmp_path, "@a\ndef f():\n    b()\n", edit) == "if x:\n    @a\n    def f():\n        b()\n"
+
+    @pytest.mark.parametrize("text", ["with x: pass", "f(..., ...)", "# ...", "f('...')"])
+    def test_other_than_one_place_for_what_is_found(self, tmp_path, text):
+        assert "needs exactly one '...'" in error(tmp_path, "a()\n", make_edit(find="a()", wrap=text))
+
+    def test_statements_in_the_place_of_an_expression(self, tmp_path):
+        assert "wraps statements" in error(tmp_path, "a = 1\n", make_edit(find="a = 1", wrap="f(...)"))
+
+    def test_expression_in_the_place_of_statements(self, tmp_path):
+        assert "is no expression" in error(tmp_path, "b = a\n", make_edit(find="a", wrap="with x: ..."))
+
+    def test_string_of_several_lines_that_indentation_would_change(self, tmp_path):
+        source = 'a("""one\ntwo""")\n'
+        edit = make_edit(find=source, wrap="with x: ...")
+        assert "would mean something else" in error(tmp_path, source, edit)
+
+    @pytest.mark.parametrize("text", ["with x: ...", "f(...)"])
+    def test_there_already(self, tmp_path, text):
+        tree = write_tree(tmp_path / "first", "def f():\n    a()\n")
+        edit = make_edit(scope="f", find="a()", wrap=text)
+        apply_patches(tree, [make_patch(edit)])
+        assert "is there already" in error(tmp_path, (tree / FILE).read_text(), edit, kind=Landed)
 
 
 class TestBody:
@@ -386,19 +507,124 @@ class TestImport:
         assert touched == {tree / FILE: ["row", "sail"]}
         assert (tree / FILE).read_text().count("sky") == 1
 
+    def test_of_a_patch_that_changes_something_else_too(self, tmp_path):
+        source = "from torch import nn\n\ndef f():\n    a()\n"
+        two = "from torch.y import y\nfrom torch.z import z"
+        edits = [
+            make_edit(scope="f", find="a()", replace="y(z)", **{"import": two}),
+            make_edit(scope="f", find="a()", before="y()", **{"import": "from torch.y import y"}),
+        ]
+        assert result(tmp_path, source, *edits) == (
+            "from torch import nn\nfrom torch.y import y\nfrom torch.z import z\n\ndef f():\n    y()\n    y(z)\n"
+        )
+
     def test_no_import_of_the_package_to_stand_beside(self, tmp_path):
         edit = make_edit(**{"import": "from numpy import array"})
         assert "imports nothing from 'numpy'" in error(tmp_path, self.SOURCE, edit)
 
     @pytest.mark.parametrize(
-        "new", ["import lightning", "from . import x", "from .torch import x", "x = 1", "from a import b\nc()"]
+        "new", ["import lightning", "from . import x", "from .torch import x", "x = 1", "from torch import nn\nc()"]
     )
-    def test_other_than_one_absolute_from_import(self, tmp_path, new):
-        assert "not one absolute" in error(tmp_path, self.SOURCE, make_edit(**{"import": new}))
+    def test_other_than_absolute_from_imports(self, tmp_path, new):
+        assert "is not an absolute" in error(tmp_path, self.SOURCE, make_edit(**{"import": new}))
 
     def test_beside_a_statement_on_the_same_line(self, tmp_path):
         edit = make_edit(**{"import": "from torch import a"})
         assert "the result is not Python" in error(tmp_path, "from torch import nn", edit)
+
+
+class TestOrphanedImports:
+    """Imports that something used before the edits, and nothing after them."""
+
+    @pytest.mark.parametrize(
+        ("imports", "left"),
+        [
+            ("import a\nimport os\n", "import os\n"),
+            ("import a.b\nimport os\n", "import os\n"),
+            ("import os, a\n", "import os\n"),
+            ("import b as a\nimport os\n", "import os\n"),
+            ("from x import a\nimport os\n", "import os\n"),
+            ("from x import a, os\n", "from x import os\n"),
+            ("from x import (\n    a,\n    os,\n)\n", "from x import (\n    os,\n)\n"),
+            ("from x import b as a, os  # why\n", "from x import os  # why\n"),
+        ],
+    )
+    def test_are_dropped(self, tmp_path, imports, left):
+        edit = make_edit(scope="f", find="a.b()", replace="os.c()")
+        code = "\ndef f():\n    os.d()\n    {}()\n"
+        assert result(tmp_path, imports + code.format("a.b"), edit) == left + code.format("os.c")
+
+    def test_that_several_edits_orphan_together(self, tmp_path):
+        source = "import a\nimport b\n\nx = a.b\ny = a.c\n"
+        edits = [make_edit(find="a.b", replace="1"), make_edit(find="a.c", replace="b")]
+        assert result(tmp_path, source, *edits) == "import b\n\nx = 1\ny = b\n"
+        tree = write_tree(tmp_path / "other", source)
+        apply_patches(tree, [make_patch(edits[0])])
+        assert (tree / FILE).read_text() == "import a\nimport b\n\nx = 1\ny = a.c\n"
+
+    def test_of_a_function_are_dropped_there(self, tmp_path):
+        source = "from x import a\n\ndef f():\n    from y import a, b\n    a()\n    b()\n\ndef g():\n    a()\n"
+        assert result(tmp_path, source, make_edit(scope="f", find="a()", replace="")) == (
+            "from x import a\n\ndef f():\n    from y import b\n    b()\n\ndef g():\n    a()\n"
+        )
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            "a()",
+            "def g(x: 'a.b'): ...",
+            "def g() -> 'list[a]': ...",
+            "x: 'a' = 1",
+            "x = cast('a', 1)",
+            "__all__ = ['a']",
+            "x = f'{a}'",
+            'def g():\n    """Text.\n\n    >>> a()\n    """',
+            'def g():\n    """Text.\n\n    >>> if x:\n    ...     a()\n    """',
+        ],
+    )
+    def test_are_kept_where_something_else_uses_the_name(self, tmp_path, use):
+        source = f"import a\n\nx = a(1)\n\n{use}\n"
+        edit = make_edit(find="a(1)", replace="2")
+        assert result(tmp_path, source, edit) == source.replace("a(1)", "2")
+
+    def test_are_dropped_although_a_text_contains_the_name(self, tmp_path):
+        source = 'import a\n\nx = a(1)\n"""Is a word."""\n'
+        edit = make_edit(find="a(1)", replace="2")
+        assert result(tmp_path, source, edit) == source.replace("a(1)", "2").replace("import a\n\n", "")
+
+    def test_are_kept_if_nothing_used_them_before(self, tmp_path):
+        source = "import a\nfrom b import c\n\nx = 1\n"
+        assert result(tmp_path, source, make_edit(find="1", replace="2")) == source.replace("1", "2")
+
+    @pytest.mark.parametrize(
+        "block", ["if TYPE_CHECKING:\n    {}\n", "try:\n    {}\nexcept ImportError:\n    a = None\n"]
+    )
+    def test_are_kept_below_a_condition(self, tmp_path, block):
+        source = block.format("import a") + "x = a(1)\n"
+        assert result(tmp_path, source, make_edit(find="a(1)", replace="2")) == source.replace("a(1)", "2")
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "from lightning.pytorch.boat import a\n",
+            "from lightning.pytorch.boat import (\n    b,\n    a as c,\n)\n",
+        ],
+    )
+    def test_are_kept_where_another_module_has_the_name_from_here(self, tmp_path, text):
+        source = "import a\nimport b\n\nx = g(a, b)\n"
+        tree = write_tree(tmp_path, source)
+        (tree / "lightning/fabric/other.py").write_text(text)
+        apply_patches(tree, [make_patch(make_edit(find="g(a, b)", replace="b"))])
+        assert (tree / FILE).read_text() == source.replace("g(a, b)", "b")
+
+    def test_are_found_in_the_other_distribution(self, tmp_path):
+        (tmp_path / "lightning_fabric").mkdir()
+        (tmp_path / "pytorch_lightning").mkdir()
+        file = tmp_path / "pytorch_lightning/boat.py"
+        file.write_text("import a\nimport b\n\nx = g(a, b)\n")
+        (tmp_path / "lightning_fabric/other.py").write_text("from pytorch_lightning.boat import a\n")
+        apply_patches(tmp_path, [make_patch(make_edit(find="g(a, b)", replace="0"))])
+        assert file.read_text() == "import a\n\nx = 0\n"
 
 
 class TestScope:
@@ -472,6 +698,8 @@ class TestSeveralPatches:
             ({"find": "x", "replace": "y"}, {"find": "g(x)", "replace": "c()"}),
             ({"body": "c()"}, {"find": "x", "replace": "y"}),
             ({"find": "x", "replace": "y"}, {"find": "if z:\n    g(x)", "replace": ""}),
+            ({"find": "x", "wrap": "f(...)"}, {"find": "g(x)", "wrap": "with y: ..."}),
+            ({"body": "c()"}, {"find": "a()", "after": "d()"}),
         ],
     )
     def test_edits_that_overlap(self, tmp_path, one, two):
@@ -483,6 +711,13 @@ class TestSeveralPatches:
         with pytest.raises(PatchError, match=r"patch 'sail'.*scope 'f': overlaps an edit of patch 'row'"):
             apply_patches(tree, patches)
         assert (tree / FILE).read_text() == source
+
+    @pytest.mark.parametrize("kind", ["before", "after"])
+    def test_edits_that_insert_at_the_same_place(self, tmp_path, kind):
+        tree = write_tree(tmp_path, "a()\n")
+        edits = [make_edit(name, find="a()", **{kind: f"{name}()"}) for name in ("row", "sail")]
+        with pytest.raises(PatchError, match=r"patch 'sail'.*inserts at the same place as an edit of patch 'row'"):
+            apply_patches(tree, [make_patch(edit, name=edit.patch) for edit in edits])
 
     def test_order_makes_no_difference(self, tmp_path):
         source = "from torch import nn\n\n\ndef f():\n    # first\n    a(x)\n    b()\n\n\ndef g():\n    return 1\n"
@@ -679,7 +914,10 @@ class TestFormat:
             ["file", "replace"],
             ["file", "find", "replace", "body"],
             ["file", "find", "replace", "within"],
-            ["file", "body", "import"],
+            ["find", "replace", "import"],
+            ["file", "find", "replace", "after"],
+            ["file", "wrap"],
+            ["file", "before"],
             ["file", "import", "in"],
             ["file", "import", "landed"],
         ],
@@ -693,6 +931,11 @@ class TestFormat:
         write_patch(tmp_path, "row", edits=EDIT.replace('"a"', "1"))
         with pytest.raises(PatchError, match=r"row.toml: 'find' of an edit must be a string"):
             load_patches(tmp_path)
+
+    @pytest.mark.parametrize("kind", ["replace", "before", "after", "wrap"])
+    def test_edit_with_an_import_beside(self, tmp_path, kind):
+        write_patch(tmp_path, "row", edits=EDIT.replace("replace", kind) + 'import = "from a import b"\nin = "f"\n')
+        assert load_patches(tmp_path)[0].edits[0].spec.keys() == {"file", "in", "find", kind, "import"}
 
     def test_what_a_patch_requires_comes_first(self, tmp_path):
         write_patch(tmp_path, "a", requires=["c"])
