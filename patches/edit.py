@@ -36,7 +36,7 @@ def place(edit: Edit, source: bytes, layout: Layout) -> list[Splice]:
 
 def _scope(edit: Edit, tree: ast.Module, path: str | None) -> ast.AST:
     scope: ast.AST = tree
-    for name in path.split(".") if path else []:
+    for name in re.split(r"\.(?!setter\b)", path) if path else []:
         found = syntax.definitions(scope, name)
         if len(found) != 1:
             raise PatchError(f"{edit}: {len(found) or 'no'} definitions of {name!r}, and there must be exactly one")

@@ -51,7 +51,7 @@ def orphans(pristine: bytes, edited: bytes) -> dict[str, set[str]]:
     return {
         path: names
         for path, scope in after.items()
-        if path in before and (names := (_bound(scope) & _used(before[path])) - _used(scope))
+        if path in before and _bound(scope) and (names := (_bound(scope) & _used(before[path])) - _used(scope))
     }
 
 

@@ -15,8 +15,13 @@ def statements(text: str) -> list[ast.stmt]:
 
 
 def definitions(scope: ast.AST, name: str) -> list[Definition]:
-    """The classes and functions called ``name`` directly in ``scope``."""
-    return [node for node in own_statements(scope) if isinstance(node, Definition) and node.name == name]
+    """The classes and functions called ``name`` directly in ``scope``; a property's setter is ``name.setter``."""
+    return [node for node in own_statements(scope) if isinstance(node, Definition) and _name(node) == name]
+
+
+def _name(node: Definition) -> str:
+    setter = f"{node.name}.setter"
+    return setter if setter in map(ast.unparse, node.decorator_list) else node.name
 
 
 def own_statements(scope: ast.AST) -> Iterator[ast.AST]:

@@ -634,9 +634,16 @@ class TestScope:
         assert "no definitions of" in error(tmp_path, "class C:\n    def f(self):\n        a()\n", edit)
 
     def test_ambiguous(self, tmp_path):
-        source = "class C:\n    @property\n    def f(self): a()\n    @f.setter\n    def f(self, x): a()\n"
+        source = "class C:\n    if x:\n        def f(self): a()\n    else:\n        def f(self): a()\n"
         edit = make_edit(scope="C.f", find="a()", replace="b()")
         assert "2 definitions of 'f'" in error(tmp_path, source, edit)
+
+    def test_a_property_and_its_setter(self, tmp_path):
+        source = "class C:\n    @property\n    def f(self): a()\n    @f.setter\n    def f(self, x): a()\n"
+        edits = [make_edit(scope="C.f", body="b()"), make_edit(scope="C.f.setter", find="a()", replace="c()")]
+        assert result(tmp_path, source, *edits) == (
+            "class C:\n    @property\n    def f(self): b()\n    @f.setter\n    def f(self, x): c()\n"
+        )
 
     def test_missing_file(self, tmp_path):
         edit = make_edit(file="lightning/pytorch/raft.py", find="a()", replace="b()")

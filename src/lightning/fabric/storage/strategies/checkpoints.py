@@ -11,7 +11,6 @@ import io
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -157,18 +156,6 @@ def is_folder_in_the_way(location: Location) -> bool:
     return not shares_names(location) and not is_sharded_checkpoint(location) and is_folder(location)
 
 
-_plugin: "ContextVar[CheckpointIO | None]" = ContextVar("plugin", default=None)
-
-
-def with_plugin(checkpoint_io: "CheckpointIO", save: Callable[..., None], **arguments: Any) -> None:
-    """Calls a function of Lightning's that does not pass on the strategy's plugin to what saves here."""
-    token = _plugin.set(checkpoint_io)
-    try:
-        save(**arguments)
-    finally:
-        _plugin.reset(token)
-
-
 def set_up(checkpoint_io: "CheckpointIO") -> None:
     """Prepares a strategy's plugin for sharded saves; a collective call, when the process group has been made."""
     if (saver := saver_of(checkpoint_io)) is not None:
@@ -185,8 +172,8 @@ def save_sharded(
         meta: What belongs to the checkpoint beside that; that of rank zero is saved.
         path: The checkpoint's folder. What is there, be it a folder or a file, is replaced when all ranks have
             succeeded.
-        checkpoint_io: The strategy's plugin; by default that of :func:`with_plugin`. If it saves in the background, so
-            does this, and returns when the state has been copied to host memory.
+        checkpoint_io: The strategy's plugin. If it saves in the background, so does this, and returns when the state
+            has been copied to host memory.
 
     Raises:
         OSError: A rank could not write. Every rank raises the same, with the reasons of all.
@@ -199,7 +186,7 @@ def save_sharded(
 
     location = locate_checkpoint(path)
     extra_state.refuse_parts(_users(meta or {}), location)
-    if (saver := saver_of(checkpoint_io or _plugin.get())) is not None:
+    if (saver := saver_of(checkpoint_io)) is not None:
         saver.save_sharded(state, meta, location)
         return
     group = RankGroup()
@@ -351,7 +338,7 @@ def save_full(
     """
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-    plugin = checkpoint_io or _plugin.get() or TorchCheckpointIO()
+    plugin = checkpoint_io or TorchCheckpointIO()
     gathered = (torch.nn.Module, torch.optim.Optimizer)
     names = {name for name, value in (objects or {}).items() if not isinstance(value, gathered)}
     with saving_full(location, plugin, {name: value for name, value in state.items() if name in names}):

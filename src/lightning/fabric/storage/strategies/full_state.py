@@ -109,11 +109,11 @@ def load_module(state: dict[str, Any], module: torch.nn.Module, strict: bool) ->
     return True
 
 
-def load_gathered(state: dict[str, Any], module: torch.nn.Module, strict: bool) -> None:
-    """As :func:`load_module`, for FSDP while its parameters are whole."""
-    whole = filled(state)
+def gathered(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+    """As :func:`load_module`, for FSDP, which loads the whole ``state`` that this returns."""
+    whole: dict[str, Any] = filled(state)
     load_targets.replace_buffers(module, whole)
-    module.load_state_dict(whole, strict=strict)
+    return whole
 
 
 def load_optimizer(
