@@ -3,9 +3,9 @@
 import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from lightning.fabric.storage.paths.filesystem import filesystem, kind, kind_of, shares_names
 from lightning.fabric.storage.paths.location import locate
@@ -22,7 +22,7 @@ def open_text(path: _Path, mode: Literal["r", "w"]) -> Iterator[IO[str]]:
     Args:
         path: A local path or a URL of any fsspec protocol.
         mode: ``"r"`` to read. ``"w"`` to write a file that takes the place of the previous one when the context ends
-            without an exception, whole or not at all.
+            without an exception, whole or not at all. Where nothing was written, the previous one stays.
 
     Raises:
         FileNotFoundError: There is no file to read at ``path``.
@@ -36,6 +36,8 @@ def open_text(path: _Path, mode: Literal["r", "w"]) -> Iterator[IO[str]]:
     else:
         text = io.StringIO(newline="")
         yield text
+        if not text.tell():
+            return
         with open_writer(location) as file:
             file.write(text.getvalue().encode("utf-8"))
 
@@ -62,3 +64,26 @@ def has_folder(path: _Path) -> bool:
     folder = fs._parent(inside)
     fs.invalidate_cache(fs._parent(folder))
     return kind_of(fs, folder) == "directory"
+
+
+class TextFile:
+    """A small text file, with the methods that Lightning calls on the file system for it.
+
+    Args:
+        path: A local path or a URL of any fsspec protocol.
+    """
+
+    def __init__(self, path: _Path) -> None:
+        self._path = path
+
+    def exists(self, path: _Path) -> bool:
+        """As :func:`is_there`."""
+        return is_there(path)
+
+    def isdir(self, folder: _Path) -> bool:
+        """As :func:`has_folder`, of this file: ``folder`` may have lost what makes it a URL."""
+        return has_folder(self._path)
+
+    def open(self, path: _Path, mode: Literal["r", "w"], **_: Any) -> AbstractContextManager[IO[str]]:
+        """As :func:`open_text`, which has its own encoding and line ends."""
+        return open_text(path, mode)
