@@ -69,7 +69,7 @@ def save_state(
     tensors, rest = state_dicts(
         state,
         lambda part: module_state(part, full),
-        lambda optimizer: optimizer_state(module, optimizer, options),
+        lambda optimizer: state_of_optimizer(module, optimizer, options),
         filters,
     )
     if full:
@@ -94,7 +94,7 @@ def module_state(module: Module, full: bool) -> dict[str, Any]:
     return get_model_state_dict(module, options=StateDictOptions(full_state_dict=full, cpu_offload=full))
 
 
-def optimizer_state(module: Module, optimizer: Optimizer, options: "StateDictOptions") -> dict[str, Any]:
+def state_of_optimizer(module: Module, optimizer: Optimizer, options: "StateDictOptions") -> dict[str, Any]:
     """Returns what is saved of an optimizer, as :func:`module_state`; ``options`` say whether to gather it."""
     options = dataclasses.replace(options, cpu_offload=options.full_state_dict)
     return optimizer_state.state_of(module, optimizer, options)
