@@ -78,7 +78,9 @@ def test_a_run_that_is_to_go_on_in_a_bucket_that_is_missing_is_told_nothing_else
     bucket: Bucket, recwarn: pytest.WarningsRecorder
 ) -> None:
     trainer = Trainer(max_epochs=1, devices=1, callbacks=[ModelCheckpoint("s3://no-such-bucket/run")], **QUIET)
-    with pytest.raises(FileNotFoundError, match=r"no-such-bucket/run\. There is no bucket 'no-such-bucket': make it"):
+    with pytest.raises(
+        FileNotFoundError, match=r"saved to s3://no-such-bucket/run\. There is no bucket 'no-such-bucket': make it"
+    ):
         trainer.fit(Model(), ckpt_path="last")
     assert not [one for one in recwarn if "no last checkpoint available" in str(one.message)]
 
@@ -184,6 +186,28 @@ def test_other_stages_do_not_look(bucket: Bucket) -> None:
     model.test_step = model.training_step  # type: ignore[method-assign]
     trainer.test(model, DataLoader(torch.ones(4, 2)), verbose=False)
     assert bucket.server.proxy.requests[before:] == []
+
+
+LOGGED = """
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tests.pytorch.test_first_look import Model, ModelCheckpoint, QUIET, Trainer
+url = "s3://no-such-bucket/run"
+loggers = {"logger": [CSVLogger(url), TensorBoardLogger(url)], "callbacks": [ModelCheckpoint(url)]}
+given = {"default_root_dir": url, "logger": None} if KIND == "root" else loggers
+Trainer(**{**QUIET, "max_epochs": 1, "devices": 1, **given}).fit(Model())
+"""
+
+
+@pytest.mark.parametrize("kind", ["root", "loggers"])
+def test_a_bucket_that_is_missing_is_told_of_once(kind: str, bucket: Bucket, request: pytest.FixtureRequest) -> None:
+    script = LOGGED.replace("KIND", repr(kind))
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=request.config.rootpath, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("There is no bucket 'no-such-bucket'") == 1, done.stderr
+    assert "FileNotFoundError: Checkpoints cannot be saved to s3://no-such-bucket/run" in done.stderr
+    assert "Logs are still not up to date in s3://no-such-bucket/run" in done.stderr
 
 
 RANK = """

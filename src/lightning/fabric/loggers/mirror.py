@@ -7,6 +7,7 @@ which TensorBoard reads one after the other, and any other file goes less often 
 import atexit
 import logging
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -115,7 +116,7 @@ class _Copies:
         self._sender: int | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()  # of that thread
-        self._told = False
+        self._told = ""  # why it failed, of the failures in a row
         #: Of the files, when all was copied and the thread was let go.
         self._copied: dict[str, tuple[int, int]] = {}
 
@@ -130,7 +131,11 @@ class _Copies:
             return False
         self._has_begun, self._process = True, os.getpid()
         _running.add(self)
-        self._send(everything=True)
+        try:
+            self._send(everything=True)
+        except Exception as error:
+            self._told = _reason(error)
+            raise
         return True
 
     def follow(self) -> None:
@@ -186,16 +191,18 @@ class _Copies:
         return {name: (found.st_mtime_ns, found.st_size) for name, path in self.found() for found in [path.stat()]}
 
     def send_or_tell(self, everything: bool = True) -> bool:
-        """Whether it succeeded. Of failures in a row, the first one is told."""
+        """Whether it succeeded. Of failures in a row, the first one is told, and that it goes on at the end."""
         try:
             self._send(everything)
         except Exception as error:
-            if everything or not self._told:
+            if everything and self._told == _reason(error):
+                log.warning(f"Logs are still not up to date in {display(self.location)} ({type(error).__name__})")
+            elif everything or not self._told:
                 again = "" if everything else f" It is tried again every {INTERVAL_S:.0f} s."
                 log.warning(f"Logs are not up to date in {display(self.location)}. {display(str(error))}{again}")
-            self._told = True
+            self._told = _reason(error)
             return False
-        self._told = False
+        self._told = ""
         return True
 
     def _send(self, everything: bool) -> None:
@@ -215,6 +222,11 @@ class _Copies:
             for suffix, content in self._files[name].uploads(everything):
                 with open_writer(join(self.location, name + suffix)) as file:
                     file.write(content)
+
+
+def _reason(error: Exception) -> str:
+    """The text of an error without how long a client has tried, which differs from one time to the next."""
+    return re.sub(r" in \d[\d.]*[^\s\d]*s\b", "", f"{type(error).__name__}: {error}")
 
 
 def _holds_events(name: str) -> bool:

@@ -14,7 +14,7 @@ from lightning.fabric.storage.background.queue import unconditionally
 from lightning.fabric.storage.background.saver import saver_of
 from lightning.fabric.storage.collectives.errors import from_rank_zero, together_in
 from lightning.fabric.storage.own_plugins import loads_from_path, saves_at_path
-from lightning.fabric.storage.paths.filesystem import is_same, is_within, kind, lacks_bucket, missing, shares_names
+from lightning.fabric.storage.paths.filesystem import is_same, is_within, kind, shares_names
 from lightning.fabric.storage.paths.location import display, locate, text_of_folder
 from lightning.fabric.storage.save_report import SaveReport, reporting, stage
 from lightning.fabric.storage.tools.copy import duplicate
@@ -118,8 +118,8 @@ def times_of_last(trainer: "Trainer", candidates: Iterable[str | None]) -> dict[
     for callback, folder in folders:
         incomplete |= _moved_away(callback, folder, paths)
     if not incomplete:
-        if not times:
-            _see_buckets([folder for _, folder in folders])
+        for _, folder in folders if not times else ():
+            has_checkpoints(folder)  # before the run is said to have saved nothing yet
         return times
     others = {path for callback, folder in folders for path in _saved_by(callback, folder)} - paths
     times |= times_of_complete(others)
@@ -136,13 +136,6 @@ def times_of_last(trainer: "Trainer", candidates: Iterable[str | None]) -> dict[
         for path, reason in incomplete.items():
             warn_of_skipped(path, reason)
     return times
-
-
-def _see_buckets(folders: Iterable[str]) -> None:
-    """Raises that there is no bucket, where a run would be said to have saved nothing yet."""
-    for folder in map(locate, folders):
-        if isinstance(folder, str) and lacks_bucket(folder):
-            raise FileNotFoundError(f"There is no last checkpoint in {missing(folder)}.")
 
 
 def _what_is_left_at(path: str) -> str:

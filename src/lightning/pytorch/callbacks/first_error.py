@@ -1,6 +1,7 @@
 """What a run ends with: the error that came first, whatever fails in saving, logging and cleaning up after it."""
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -10,27 +11,32 @@ from lightning.fabric.storage.paths.location import display
 log = logging.getLogger(__name__)
 
 _NO_CONTEXT = nullcontext()
+#: The reason of errors of one run that come in groups: of its checkpoints, and of each of its loggers.
+_NO_BUCKET = re.compile(r"There is no (?:bucket|container) '[^']*'")
 
 
 @contextmanager
 def behind(exception: BaseException) -> Iterator[None]:
     """For a body that is run since ``exception`` was raised, which will be raised again: errors of the body are logged.
 
-    They are added to ``exception`` as notes, too, where Python has them. What interrupts the body, such as Ctrl-C, goes
-    on.
+    A note of ``exception`` refers to that, where Python has notes. A reason that ``exception`` has given already is not
+    given again. What interrupts the body, such as Ctrl-C, goes on.
     """
     try:
         yield
     except Exception as error:
         if error is exception:  # a callback raises it once more
             return
-        told = (
-            f"After {type(exception).__name__} there was another error: {type(error).__name__}: {display(str(error))}"
-        )
+        text = display(str(error))
+        brief = f"{type(error).__name__}: {text.partition(': ')[0]}"
+        after = f"After {type(exception).__name__} there was another error"
+        if (reason := _NO_BUCKET.search(text)) is not None and reason[0] in str(exception):
+            log.error(f"{after} of the same reason: {brief}")
+            return
         # of what a store or the system refuses, the message says all; else it may be a fault in a callback
-        log.error(told, exc_info=None if isinstance(error, OSError) else error)
+        log.error(f"{after}: {type(error).__name__}: {text}", exc_info=None if isinstance(error, OSError) else error)
         if hasattr(exception, "add_note"):
-            exception.add_note(told)
+            exception.add_note(f"{after}, of which the log says more: {brief}")
 
 
 def in_turn(hook_name: str, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
