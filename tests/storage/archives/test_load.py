@@ -223,6 +223,15 @@ def test_what_could_be_torchs_and_cannot_be_loaded_is_named(
             load(path)
 
 
+@pytest.mark.parametrize("name", ["missing.ckpt", "folder", "sharded"])
+def test_what_is_no_file_is_one_error_without_those_of_clients(name: str, bucket: Bucket, engine: str) -> None:
+    bucket.put("folder/x", b"")
+    bucket.put("sharded/meta.pt", b"")
+    with pytest.raises(OSError, match=f"{bucket.url}/{name}") as raised:
+        load_file(f"{bucket.url}/{name}")
+    assert "".join(traceback.format_exception(raised.value)).count("Traceback") == 1
+
+
 def test_advice_about_what_a_checkpoint_must_not_contain_is_given_once(tmp_path: Path) -> None:
     torch.save({"path": tmp_path}, tmp_path / "x.ckpt")
     with pytest.raises(pickle.UnpicklingError, match=r"Could not load .*x\.ckpt: Weights only load failed") as raised:

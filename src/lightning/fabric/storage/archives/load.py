@@ -228,18 +228,19 @@ def open_checkpoint(location: Location) -> IO[bytes]:
         FileNotFoundError: There is nothing.
         IsADirectoryError: There is a folder, such as a sharded checkpoint.
     """
-    try:
-        return open_reader(location)
-    except FileNotFoundError as error:
-        raise not_found(location) from error
-    except IsADirectoryError as error:
-        what = "a folder, not a checkpoint file"
-        if is_file(join(location, STOCK_META)):
-            what = (
-                "a sharded checkpoint: load it with FSDP or ModelParallel, or make one file of it with `fabric"
-                " consolidate` (or `python -m lightning.fabric.utilities.consolidate_checkpoint`)"
-            )
-        raise IsADirectoryError(f"{display(location)} is {what}") from error
+    with context_kept():  # what the store has answered says no more
+        try:
+            return open_reader(location)
+        except FileNotFoundError:
+            raise not_found(location) from None
+        except IsADirectoryError:
+            what = "a folder, not a checkpoint file"
+            if is_file(join(location, STOCK_META)):
+                what = (
+                    "a sharded checkpoint: load it with FSDP or ModelParallel, or make one file of it with `fabric"
+                    " consolidate` (or `python -m lightning.fabric.utilities.consolidate_checkpoint`)"
+                )
+            raise IsADirectoryError(f"{display(location)} is {what}") from None
 
 
 def not_found(location: Location) -> FileNotFoundError:
