@@ -159,7 +159,7 @@ def test_tensorboard_reads_segments_of_a_run_that_goes_on(
     for step in range(30):
         logger.log_metrics({"x": float(step)}, step)
         logger.save()
-        logger._mirror.drain()  # which the thread does twice a minute
+        logger._fs.drain()  # which the thread does twice a minute
         written.append((step, float(step)))
         if step % 10 == 9:
             assert scalars(logger.log_dir, "x") == written

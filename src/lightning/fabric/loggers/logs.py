@@ -13,7 +13,9 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.loggers.mirror import Mirror
 from lightning.fabric.storage.paths.filesystem import filesystem, has_folders, kind, list_names
 from lightning.fabric.storage.paths.location import Location, display, join, locate
+from lightning.fabric.storage.paths.remove import remove_file
 from lightning.fabric.storage.transport.errors import questions_named
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 log = logging.getLogger(__name__)
 
@@ -96,16 +98,57 @@ def _names_in(location: Location) -> list[str]:
         return []
 
 
-class LogFiles:
-    """The files of a folder that a logger adds to: the local ones themselves, or those of a mirror.
+class _LogFolder:
+    """A folder that a logger writes to, local or of a mirror, with methods that Lightning calls on a file system."""
+
+    def __init__(self) -> None:
+        self._mirror: Mirror | None = None
+        self._fs = LocalFileSystem()
+
+    def begin(self, folder: str) -> str:
+        """Returns where to write what belongs into ``folder``, a local path or a URL."""
+        self._mirror = self._mirror or mirror_for(folder)
+        return folder if self._mirror is None else str(self._mirror.folder)
+
+    def makedirs(self, folder: str, exist_ok: bool) -> None:
+        """As :func:`make_folder`."""
+        make_folder(folder)
+
+    def isdir(self, folder: str) -> bool:
+        """Whether files can be written into the folder."""
+        return self._mirror is not None or bool(self._fs.isdir(folder))
+
+    def flush(self) -> None:
+        """See :meth:`Mirror.flush`."""
+        if self._mirror is not None:
+            self._mirror.flush()
+
+    def drain(self) -> None:
+        """See :meth:`Mirror.drain`."""
+        if self._mirror is not None:
+            self._mirror.drain()
+
+
+class EventFiles(_LogFolder):
+    """The folder of TensorBoard's files of events, and a file of hyperparameters beside the folder's copy."""
+
+    def isfile(self, path: str) -> bool:
+        """Whether the place that is copied to has a file; see :meth:`Mirror.lacks`."""
+        if self._mirror is None:
+            return bool(self._fs.isfile(path))
+        return not self._mirror.lacks(os.path.basename(path))
+
+
+class LogFiles(_LogFolder):
+    """The files of a folder that a logger adds to.
 
     Args:
         folder: A local path or a URL.
     """
 
     def __init__(self, folder: str) -> None:
-        self._mirror = mirror_for(folder)
-        self._fs = LocalFileSystem()
+        super().__init__()
+        self.begin(folder)
 
     def isfile(self, path: str) -> bool:
         """Whether the logger has written a file. ``path`` begins with the folder."""
@@ -117,15 +160,18 @@ class LogFiles:
         with self._changing(), self._fs.open(self._here(path), mode, newline=newline) as file:
             yield file
 
-    def flush(self) -> None:
-        """See :meth:`Mirror.flush`."""
-        if self._mirror is not None:
-            self._mirror.flush()
+    def start_afresh(self, folder: str, file: str) -> None:
+        """Removes the file of an earlier run from a folder, with a warning if the folder is not empty.
 
-    def drain(self) -> None:
-        """See :meth:`Mirror.drain`."""
-        if self._mirror is not None:
-            self._mirror.drain()
+        Raises:
+            OSError: The store did not answer.
+        """
+        if has_entries(folder):
+            rank_zero_warn(
+                f"Experiment logs directory {display(folder)} exists and is not empty. What an earlier run has logged"
+                f" to {os.path.basename(file)} there is deleted: give each run its own version, to keep all."
+            )
+            remove_file(locate(file))
 
     def _here(self, path: str) -> str:
         return path if self._mirror is None else str(self._mirror.folder / os.path.basename(path))
