@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("tree", metavar="TREE", type=Path, help=tree)
     _add_patches(verb)
 
-    about = "Tell how many edits the patches make in how many files, and how many of Lightning's statements they quote."
+    about = "Tell how many edits the patches make in how many files, and what of Lightning's they quote."
     verb = verbs.add_parser("count", help="tell how many edits there are", description=about)
     verb.set_defaults(run=_count)
     _add_patches(verb)
@@ -86,9 +86,11 @@ def _status(arguments: argparse.Namespace, patches: list[Patch]) -> int:
 def _count(arguments: argparse.Namespace, patches: list[Patch]) -> int:
     edits = [edit.spec for patch in patches for edit in patch.edits]
     files = {edit["file"] for edit in edits}
-    found = [node for edit in edits if "find" in edit for top in statements(edit["find"]) for node in ast.walk(top)]
+    found = [statements(edit["find"]) for edit in edits if "find" in edit]
+    expressions = sum(len(run) == 1 and isinstance(run[0], ast.Expr) for run in found)
+    nodes = sum(isinstance(node, ast.stmt) for run in found for top in run for node in ast.walk(top))
     print(f"edits: {len(edits)} in {len(files)} files")
-    print(f"quoted statements and expressions: {sum(isinstance(node, ast.stmt) for node in found)}")
+    print(f"quoted: {nodes - expressions} statements, {expressions} expressions")
     return 0
 
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from patches import imports, syntax
+from patches import syntax
 from patches.format import FOUND_KINDS, Edit, Landed, NoMatch, PatchError
 from patches.layout import Layout
 from patches.splice import Splice, offset, removed, span, statements, verified
@@ -14,24 +14,18 @@ from patches.splice import Splice, offset, removed, span, statements, verified
 _LANDED = "the patch is applied here, or it landed upstream (then drop it)"
 
 
-def place(edit: Edit, source: bytes, layout: Layout) -> list[Splice]:
-    """Where in ``source`` the edit goes, and what it puts there; nothing for an import that is there already."""
+def place(edit: Edit, source: bytes, layout: Layout) -> Splice:
+    """Where in ``source`` the edit goes, and what it puts there, imports excepted."""
     spec = {key: layout.text(value) for key, value in edit.spec.items()}
-    try:
-        tree = ast.parse(source)
-    except SyntaxError as error:
-        raise PatchError(f"{edit}: the file is not Python: {error}") from error
-    splices = imports.insertions(edit, source, spec["import"]) if "import" in spec else []
-    if "body" not in spec and "find" not in spec:
-        return splices
+    tree = ast.parse(source)
     scope = _scope(edit, tree, spec.get("in"))
     if "landed" in spec:
         landed = [syntax.undotted(statement) for statement in statements(edit, spec["landed"])]
         if syntax.matches(syntax.undotted(scope), landed):
             raise Landed(f"{edit}: {spec['landed']!r} is there already: {_LANDED}")
     if "body" in spec:
-        return [_place_body(edit, tree, scope, source, spec["body"]), *splices]
-    return [_place_found(edit, tree, scope, source, spec), *splices]
+        return _place_body(edit, tree, scope, source, spec["body"])
+    return _place_found(edit, tree, scope, source, spec)
 
 
 def _scope(edit: Edit, tree: ast.Module, path: str | None) -> ast.AST:

@@ -16,6 +16,7 @@ that leaves the statement itself alone. Whatever is not exactly one match is a :
 are matched against the same pristine text and must not overlap, which makes the order of patches irrelevant.
 """
 
+import ast
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -74,12 +75,16 @@ def edit_file(path: Path, edits: Sequence[Edit], layout: Layout) -> bytes:
     if not path.is_file():
         raise PatchError(f"{edits[0]}: the file does not exist")
     source = path.read_bytes()
+    try:
+        ast.parse(source)
+    except SyntaxError as error:
+        raise PatchError(f"{edits[-1]}: the file is not Python: {error}") from error
     splices: dict[Splice, Edit] = {}
-    for edit in edits:
-        for splice in place(edit, source, layout):
-            for other in splices:
-                _check_apart(edit, splice, splices[other], other)
-            splices[splice] = edit
+    own = [(place(edit, source, layout), edit) for edit in edits if not edit.is_import]
+    for splice, edit in [*own, *imports.insertions(edits, source, layout).items()]:
+        for other in splices:
+            _check_apart(edit, splice, splices[other], other)
+        splices[splice] = edit
     result = spliced(source, splices)
     try:
         unused = imports.orphans(source, result)

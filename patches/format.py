@@ -42,6 +42,11 @@ class Edit:
     patch: str
     spec: dict[str, str]
 
+    @property
+    def is_import(self) -> bool:
+        """Whether nothing but an import is added."""
+        return self.spec.keys() == {"file", "import"}
+
     def __str__(self) -> str:
         return f"patch {self.patch!r}, file {self.spec['file']!r}, scope {self.spec.get('in', '<module>')!r}"
 

@@ -2,10 +2,11 @@
 
 import ast
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 
 from patches import syntax
 from patches.format import Edit, PatchError
+from patches.layout import Layout
 from patches.splice import Splice, offset, removed, span, spliced, statements, verified
 
 _WIDTH = 120
@@ -14,31 +15,50 @@ _WIDTH = 120
 _DISTRIBUTIONS = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
-def insertions(edit: Edit, source: bytes, text: str) -> list[Splice]:
-    """Adds ``from`` imports among the module's from the same package, where import sorting would put them."""
-    new = statements(edit, text)
-    return [splice for node in new if (splice := _insertion(edit, source, node)) is not None]
+def insertions(edits: Iterable[Edit], source: bytes, layout: Layout) -> dict[Splice, Edit]:
+    """Adds what ``edits`` import to the module's imports from the same package, where import sorting would put it."""
+    wanted: dict[str, tuple[Edit, dict[str, ast.alias]]] = {}
+    for edit in (edit for edit in edits if "import" in edit.spec):
+        for node in statements(edit, layout.text(edit.spec["import"])):
+            if not isinstance(node, ast.ImportFrom) or not node.module or node.level:
+                raise PatchError(f"{edit}: {ast.unparse(node)!r} is not an absolute 'from ... import ...'")
+            _, names = wanted.setdefault(node.module, (edit, {}))
+            names.update({ast.unparse(alias): alias for alias in node.names})
+    splices = {}
+    for module, (edit, names) in wanted.items():
+        splice = _insertion(edit, source, module, names)
+        if splice is not None:
+            splices[splice] = edit
+    return splices
 
 
-def _insertion(edit: Edit, source: bytes, new: ast.stmt) -> Splice | None:
-    text = ast.unparse(new)
-    if not isinstance(new, ast.ImportFrom) or not new.module or new.level:
-        raise PatchError(f"{edit}: {text!r} is not an absolute 'from ... import ...'")
+def _insertion(edit: Edit, source: bytes, module: str, names: dict[str, ast.alias]) -> Splice | None:
     tree = ast.parse(source)
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module and not node.level]
-    there = {(alias.name, alias.asname) for node in imports if node.module == new.module for alias in node.names}
-    if there.issuperset((alias.name, alias.asname) for alias in new.names):
+    there = {ast.unparse(alias) for node in imports if node.module == module for alias in node.names}
+    missing = sorted(names.keys() - there, key=lambda name: (not name[0].isupper(), name))
+    if not missing:
         return None
-    package = new.module.partition(".")[0]
+    new = ast.ImportFrom(module, [names[name] for name in missing], 0)
+    text = _text(new, "")
+    package = module.partition(".")[0]
     siblings = _DISTRIBUTIONS if package in _DISTRIBUTIONS else (package,)
     family = [node for node in imports if str(node.module).partition(".")[0] in siblings]
     if not family:
         raise PatchError(f"{edit}: the module imports nothing from {package!r} that {text!r} could stand beside")
-    later = next((node for node in family if str(node.module) > new.module), None)
+    later = next((node for node in family if str(node.module) > module), None)
     line = later.lineno if later else (family[-1].end_lineno or 0) + 1
     tree.body.insert(tree.body.index(later) if later else tree.body.index(family[-1]) + 1, new)
     at = offset(source, line, 0)
     return verified(edit, tree, source, Splice(at, at, text + "\n", shared=True))
+
+
+def _text(node: ast.Import | ast.ImportFrom, margin: str, on_lines: bool = False) -> str:
+    text = ast.unparse(node)
+    if isinstance(node, ast.Import) or not (on_lines or len(margin + text) > _WIDTH):
+        return text
+    lines = "".join(f"{margin}    {ast.unparse(alias)},\n" for alias in node.names)
+    return f"{text.partition(' import ')[0]} import (\n{lines}{margin})"
 
 
 def orphans(pristine: bytes, edited: bytes) -> dict[str, set[str]]:
@@ -63,12 +83,6 @@ def without(edited: bytes, names: dict[str, set[str]], edit: Edit) -> bytes:
     return edited
 
 
-def imported_from(sources: Collection[str], module: str) -> set[str]:
-    """The names that any of ``sources`` imports from ``module``, which are its to give although it uses none."""
-    statement = re.compile(rf"from\s+{re.escape(module)}\s+import\s+(\([^)]*\)|.*)")
-    return {name for text in sources for found in statement.findall(text) for name in re.findall(r"\w+", found)}
-
-
 def _removal(edit: Edit, source: bytes, path: str, name: str) -> Splice:
     tree = ast.parse(source)
     scope = dict(_scopes(tree))[path]
@@ -76,11 +90,7 @@ def _removal(edit: Edit, source: bytes, path: str, name: str) -> Splice:
     if len(node.names) == 1:
         return removed(edit, tree, [node], source)
     node.names = [alias for alias in node.names if _name(alias) != name]
-    text = ast.unparse(node)
-    if isinstance(node, ast.ImportFrom) and (node.end_lineno != node.lineno or len(text) + node.col_offset > _WIDTH):
-        margin = " " * node.col_offset
-        lines = "".join(f"{margin}    {ast.unparse(alias)},\n" for alias in node.names)
-        text = f"{text.partition(' import ')[0]} import (\n{lines}{margin})"
+    text = _text(node, " " * node.col_offset, on_lines=node.end_lineno != node.lineno)
     return verified(edit, tree, source, Splice(*span(source, [node]), text))
 
 

@@ -1,10 +1,10 @@
 """Where the files of Lightning are in the different kinds of trees that hold it."""
 
+import re
 from functools import cached_property
 from pathlib import Path
 
 from patches.format import RENAMES, REPOSITORY, Edit, Patch, PatchError, rename
-from patches.imports import imported_from
 
 
 class Layout:
@@ -33,9 +33,11 @@ class Layout:
         return self.prefix / self.text(file)
 
     def imported_from(self, path: Path) -> set[str]:
-        """The names that other files of this tree import from the module at ``path``."""
+        """The names that files of this tree import from the module at ``path``, so that it has to have them."""
         module = ".".join(path.relative_to(self.prefix).with_suffix("").parts).removesuffix(".__init__")
-        return imported_from(self._sources, module)
+        statement = re.compile(rf"from\s+{re.escape(module)}\s+import\s+(\([^)]*\)|.*)")
+        found = (names for text in self._sources for names in statement.findall(text))
+        return {name for names in found for name in re.findall(r"\w+", names)}
 
     @cached_property
     def _sources(self) -> list[str]:

@@ -36,7 +36,7 @@ def _explain(layout: Layout, patch: Patch, error: PatchError) -> Status:
     gone: list[str] = []
     broken: list[str] = []
     left = 0
-    for edit in (edit for edit in layout.edits(patch) if edit.spec.keys() != {"file", "import"}):
+    for edit in (edit for edit in layout.edits(patch) if not edit.is_import):
         try:
             edit_file(layout.path(edit.spec["file"]), [edit], layout)
             left += 1

@@ -13,9 +13,9 @@ from patches.splice import Splice
 @pytest.fixture(scope="session", autouse=True)
 def places() -> Iterator[None]:
     """Each edit is placed once in the same file, for tests apply the same patches to the same trees many times."""
-    known: dict[Any, list[Splice]] = {}
+    known: dict[Any, Splice] = {}
 
-    def place_once(edit: Edit, source: bytes, layout: Layout) -> list[Splice]:
+    def place_once(edit: Edit, source: bytes, layout: Layout) -> Splice:
         key = (edit.patch, *sorted(edit.spec.items()), source, layout.renamed)
         if key not in known:
             known[key] = place(edit, source, layout)  # errors are not kept

@@ -144,10 +144,10 @@ class TestCount:
     def test_edits_files_and_what_is_quoted_with_the_statements_inside(self, run: Run, tmp_path: Path) -> None:
         many = EDIT.format("if x:\\n    a()\\nb()", "") + EDIT.format("c", "d").replace("boat", "raft")
         (tmp_path / "patches/drown.toml").write_text(HEADER.format([], []) + many)
-        assert run("count") == (0, "edits: 6 in 2 files\nquoted statements and expressions: 7\n", "")
+        assert run("count") == (0, "edits: 6 in 2 files\nquoted: 3 statements, 4 expressions\n", "")
 
     def test_chosen_ones_with_those_that_they_require(self, run: Run) -> None:
-        assert run("count", "sail") == (0, "edits: 3 in 1 files\nquoted statements and expressions: 3\n", "")
+        assert run("count", "sail") == (0, "edits: 3 in 1 files\nquoted: 0 statements, 3 expressions\n", "")
 
 
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["apply"], ["status"], ["export"]])
