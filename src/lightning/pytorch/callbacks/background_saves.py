@@ -65,8 +65,10 @@ _SIGTERM, _NEWS = 1, 2
 
 
 def news(trainer: "Trainer") -> int:
-    """What a rank has to tell the others before a step, beside whether it has received SIGTERM."""
-    return _NEWS if _saves_in_background(trainer) and pending.news() is not None else 0
+    """Returns what a rank has to tell the others before a step."""
+    has_received_sigterm = getattr(trainer, "received_sigterm", False)
+    has_news = _saves_in_background(trainer) and pending.news() is not None
+    return (_SIGTERM if has_received_sigterm else 0) + (_NEWS if has_news else 0)
 
 
 def hear(trainer: "Trainer", told: int) -> bool:
@@ -138,9 +140,18 @@ def begin(callback: "ModelCheckpoint", trainer: "Trainer") -> None:
     _history(callback).begin(callback)
 
 
+def save(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> None:
+    """Saves a checkpoint, and lets the loggers know of it once it is durable."""
+    with _saving(callback, trainer, path) as record:
+        trainer.save_checkpoint(path, callback.save_weights_only)
+    callback._last_global_step_saved = trainer.global_step
+    callback._last_checkpoint_saved = path
+    _remember(callback, trainer, record)
+
+
 @contextmanager
-def saving(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> Iterator[Record]:
-    """For a body that saves to ``path``; the target is what :func:`remember` takes."""
+def _saving(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> Iterator[Record]:
+    """For a body that saves to ``path``; the target is what :func:`_remember` takes."""
     record = Record(path, {})
     if trainer.is_global_zero:
         detach(path)
@@ -166,8 +177,7 @@ def saving(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> Iterat
     history.is_saving = False
 
 
-def remember(callback: "ModelCheckpoint", trainer: "Trainer", record: Record) -> None:
-    """To be called after a save: lets the loggers know of it, once it is durable."""
+def _remember(callback: "ModelCheckpoint", trainer: "Trainer", record: Record) -> None:
     saves = record.saves
     if not saves:
         _notify_loggers(callback, trainer)
@@ -311,7 +321,8 @@ def drain(trainer: "Trainer") -> None:
 
 
 def finalize(trainer: "Trainer") -> None:
-    """Has each logger write what it has kept, as some rank's do; a collective call."""
+    """Waits as :func:`drain` does, and has each logger write what it has kept, as some rank's do; a collective call."""
+    drain(trainer)
     with together_in(trainer.strategy, "writing logs"):
         for logger in trainer.loggers:
             logger.finalize("success")
@@ -325,7 +336,28 @@ def drain_and_log() -> None:
         log.error(f"A checkpoint was not saved: {type(error).__name__}: {display(str(error))}")
 
 
-def drain_on_exception(trainer: "Trainer", exception: BaseException) -> None:
+@contextmanager
+def ending(exception: BaseException) -> Iterator[None]:
+    """For a body that calls what callbacks do about an exception, when all that is on its way has been waited for.
+
+    Args:
+        exception: What ends the run. What failed is logged, and added to it.
+    """
+    with behind(exception):
+        pending.drain()
+    with without_skipping():
+        yield
+
+
+def finalize_failed(trainer: "Trainer", exception: BaseException) -> None:
+    """Waits as :func:`drain` does, and has each logger end a run that ``exception`` ends; not a collective call."""
+    _drain_on_exception(trainer, exception)
+    for logger in trainer.loggers:
+        with behind(exception):
+            logger.finalize("failed")
+
+
+def _drain_on_exception(trainer: "Trainer", exception: BaseException) -> None:
     """Waits as :func:`drain` does; not a collective call, for other ranks may be elsewhere.
 
     Args:
