@@ -16,7 +16,8 @@ from lightning.fabric.storage.collectives.errors import from_rank_zero, together
 from lightning.fabric.storage.own_plugins import loads_from_path, saves_at_path
 from lightning.fabric.storage.paths.filesystem import is_same, is_within, kind, shares_names
 from lightning.fabric.storage.paths.location import display, locate, text_of_folder
-from lightning.fabric.storage.save_report import SaveReport, reporting, stage
+from lightning.fabric.storage.save_report import SaveReport, reporting
+from lightning.fabric.storage.save_report import stage as report_stage
 from lightning.fabric.storage.tools.copy import duplicate
 from lightning.fabric.storage.tools.discover import (
     is_there,
@@ -28,6 +29,7 @@ from lightning.fabric.storage.tools.discover import (
 from lightning.fabric.storage.tools.discover import paths_in as paths_in_folder
 from lightning.fabric.storage.tools.preflight import has_checkpoints
 from lightning.fabric.storage.transport.errors import questions_named
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks.checkpoint_history import paths_in
 
@@ -197,10 +199,42 @@ def _saved_by(callback: "ModelCheckpoint", folder: str) -> set[str]:
     return {path for path in paths_in_folder(folder) if whole.fullmatch(os.path.basename(path))}
 
 
-def last_paths_in(trainer: "Trainer", folder: str | Path, extension: str) -> list[str]:
-    """The paths of all that is in a folder, among which the last checkpoint is looked for."""
+def find_last(callback: "ModelCheckpoint", trainer: "Trainer", folder: str | Path) -> set[str]:
+    """Returns the paths of all checkpoints in a folder that are called as the last one of ``callback`` is."""
     found = paths_in_folder(folder)
-    return found if saves_at_path(trainer.strategy) else without_more_names(found, extension)
+    if not saves_at_path(trainer.strategy):
+        found = without_more_names(found, callback.FILE_EXTENSION)
+    paths = ((path, Path(path)) for path in found)
+    return {
+        path
+        for path, name in paths
+        if name.suffix == callback.FILE_EXTENSION and re.match(callback.CHECKPOINT_NAME_LAST, name.stem)
+    }
+
+
+def set_up(
+    callback: "ModelCheckpoint",
+    trainer: "Trainer",
+    folder: str | Path,
+    stage: str,
+    look: Callable[[_Path], object],
+) -> None:
+    """Gives a callback its folder, and looks there before a fit; a collective call.
+
+    Args:
+        callback: The callback.
+        trainer: The Trainer that begins.
+        folder: The folder that this rank has found; that of rank zero counts.
+        stage: The stage of the Trainer.
+        look: As for :func:`look_at_folder`.
+    """
+    folder = trainer.strategy.broadcast(folder)
+    if stage == "fit":
+        warn_of_local_folder(callback, trainer, folder)
+    callback.dirpath = folder
+    callback._fs = get_filesystem(folder or "")
+    if stage == "fit":
+        look_at_folder(callback, trainer, look)
 
 
 def warn_of_local_folder(callback: "ModelCheckpoint", trainer: "Trainer", folder: _Path) -> None:
@@ -240,9 +274,9 @@ def look_at_folder(callback: "ModelCheckpoint", trainer: "Trainer", look: Callab
 
 
 def look_at_root(trainer: "Trainer") -> None:
-    """As :func:`look_at_folder`, for `default_root_dir`, if that is a URL and no callback's folder is in it."""
+    """As :func:`look_at_folder`, before a fit, for a URL as `default_root_dir` that no callback's folder is in."""
     root = locate(trainer.default_root_dir)
-    if isinstance(root, Path) or getattr(trainer, "fast_dev_run", False):
+    if trainer.state.fn != "fit" or isinstance(root, Path) or getattr(trainer, "fast_dev_run", False):
         return
     folders = [locate(path) for path in (getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks) if path]
     if any(is_same(folder, root) or is_within(folder, root) for folder in folders):
@@ -297,7 +331,7 @@ def copy_as_last(callback: "ModelCheckpoint", trainer: "Trainer", path: str, is_
     if saver is None:
         # in the profiler's report; it is no save of its own
         doing = f"copying {display(target)} to {display(path)}"
-        with reporting(SaveReport(locate(path))), stage("link"), together_in(trainer.strategy, doing):
+        with reporting(SaveReport(locate(path))), report_stage("link"), together_in(trainer.strategy, doing):
             if trainer.is_global_zero:
                 duplicate(target, path)
     elif trainer.is_global_zero:
