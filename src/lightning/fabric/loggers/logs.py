@@ -22,8 +22,10 @@ log = logging.getLogger(__name__)
 _Path = str | os.PathLike[str]
 
 
-def path_or_url(path: _Path) -> _Path:
-    """What a logger or profiler was given, or the URL that a ``Path`` was made from, or the path of a ``file:`` URL."""
+def path_or_url(path: _Path | None) -> _Path | None:
+    """Returns a folder as it was given, but the URL that a ``Path`` was made from, and the path of a ``file:`` URL."""
+    if not path:
+        return path
     location = locate(path)
     is_url = os.fspath(path).startswith(("file:", "local:"))
     return path if isinstance(location, Path) and not is_url else str(location)
@@ -37,6 +39,7 @@ def mirror_for(folder: str) -> Mirror | None:
 
 def local_folder_for(client: str, folder: _Path | None) -> _Path | None:
     """``folder`` for the package ``client``, which writes to local folders only; a temporary one if it is a URL."""
+    folder = path_or_url(folder)
     location = folder and locate(folder)
     if not isinstance(location, str) or not location:
         return folder
