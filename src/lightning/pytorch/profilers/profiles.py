@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from fsspec.implementations.local import LocalFileSystem
 from typing_extensions import override
@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning.fabric.storage.paths.location import Location, display, join, locate
 from lightning.fabric.storage.transport.open import open_writer
 from lightning.fabric.storage.transport.text import open_text
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     import torch
@@ -61,11 +62,46 @@ def open_report(dirpath: str | os.PathLike[str], name: str) -> IO[str]:
     return _Report(location, name)
 
 
-def export_stacks(profiler: "torch.profiler.profile", path: str, metric: str) -> None:
-    """Writes the stacks of ``profiler`` to a file, and warns once in a process if it has recorded none."""
-    profiler.export_stacks(path, metric=metric)
-    if os.path.getsize(path) == 0:
-        _warn_of_no_stacks()
+class ReportFiles:
+    """The text files of reports, with the methods that Lightning calls on a file system for them.
+
+    Args:
+        folder: A local path or a URL.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = folder
+
+    def mkdirs(self, folder: str | os.PathLike[str], exist_ok: bool) -> None:
+        """Leaves it to :meth:`open` to make a folder where files need one."""
+
+    def open(self, path: str, mode: str) -> IO[str]:
+        """As :func:`open_report`."""
+        return open_report(self._folder, os.path.basename(path))
+
+
+def export_trace(own: Any, profiler: "torch.profiler.profile", action_name: str) -> None:
+    """Writes the trace and the stacks of one action, if they are asked for, to the folder of a PyTorchProfiler.
+
+    Args:
+        own: Lightning's profiler.
+        profiler: Torch's, which has recorded.
+        action_name: The action.
+    """
+    from torch.profiler import tensorboard_trace_handler
+
+    if own.dirpath is None:
+        rank_zero_warn("The PyTorchProfiler failed to export trace: it has no `dirpath` to write it to.")
+        return
+    if own._export_to_chrome:
+        with folder_for(own.dirpath) as folder:
+            tensorboard_trace_handler(folder, own._prepare_filename(action_name=action_name, extension=""))(profiler)
+    if own._export_to_flame_graph:
+        with folder_for(own.dirpath) as folder:
+            path = os.path.join(folder, own._prepare_filename(action_name=action_name, extension=".stack"))
+            profiler.export_stacks(path, metric=own._metric)
+            if os.path.getsize(path) == 0:
+                _warn_of_no_stacks()
 
 
 @cache
