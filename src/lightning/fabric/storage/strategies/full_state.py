@@ -109,11 +109,25 @@ def load_module(state: dict[str, Any], module: torch.nn.Module, strict: bool) ->
     return True
 
 
-def gathered(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    """As :func:`load_module`, for FSDP, which loads the whole ``state`` that this returns."""
-    whole: dict[str, Any] = filled(state)
-    load_targets.replace_buffers(module, whole)
-    return whole
+def load_own(state: dict[str, Any], module: torch.nn.Module, strict: bool) -> dict[str, Any] | None:
+    """Loads into a module what this rank keeps of it, if its parameters are DTensors; a collective call.
+
+    Args:
+        state: From :func:`load_full`.
+        module: The module.
+        strict: As for :func:`load_module`.
+
+    Returns:
+        The whole state, to be loaded in another way; None if all is done.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+        return None if load_module(state, module, strict) else state
+    if isinstance(module, FullyShardedDataParallel):
+        state = filled(state)
+        load_targets.replace_buffers(module, state)
+    return state
 
 
 def load_optimizer(
