@@ -142,6 +142,22 @@ def test_slurm_is_asked_to_requeue_two_processes_when_the_checkpoint_for_them_is
     assert "hpc_ckpt_1.ckpt" in (tmp_path / "requeued").read_text().split()
 
 
+def test_a_rank_that_gets_sigterm_twice_does_not_hang_the_others(processes: Processes, tmp_path: Path) -> None:
+    """So it is where a launcher passes on the signal that the whole process group has got."""
+    pids = start_ranks(processes, "until_signalled", tmp_path, {}, failing=(), options={})
+    for rank in (1, 0):
+        wait_for_file(tmp_path / f"waiting-{rank}")
+    for _ in range(2):
+        os.kill(pids[1], signal.SIGTERM)
+        time.sleep(0.2)
+    os.kill(pids[0], signal.SIGTERM)
+    wait_for_output(tmp_path, "Received SIGTERM", "output-0.txt")
+    release_later(tmp_path)
+    for pid in pids:
+        processes.wait(pid)
+    assert torch.load(tmp_path / CHECKPOINT, weights_only=False)["global_step"] == 2
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "more"),
     [
