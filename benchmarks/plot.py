@@ -1,4 +1,4 @@
-"""Draws what ``run.py`` measured: ``python benchmarks/plot.py RESULTS PICTURE``. ReadRequests matplotlib."""
+"""Draws what ``run.py`` measured: ``python benchmarks/plot.py RESULTS PICTURE``. Needs matplotlib."""
 
 import json
 import re

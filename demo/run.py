@@ -38,7 +38,7 @@ def main() -> int:
         prog="make demo",
         description="Starts an S3 server on this machine, trains on it with one process and with FSDP in two, stops and"
         " resumes the latter from there, and fails unless the resumed run ends exactly as one without a stop."
-        " ReadRequests no GPU, no account and no network, and touches no AWS configuration of yours.",
+        " Needs no GPU, no account and no network, and touches no AWS configuration of yours.",
     )
     parser.add_argument("--full-report", action="store_true", help="print every row of the profiler report")
     options = parser.parse_args()

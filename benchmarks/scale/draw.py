@@ -1,4 +1,4 @@
-"""Draws what ``scenarios.py`` found: ``python benchmarks/scale/draw.py RESULTS PICTURE``. ReadRequests matplotlib."""
+"""Draws what ``scenarios.py`` found: ``python benchmarks/scale/draw.py RESULTS PICTURE``. Needs matplotlib."""
 
 import json
 import sys
