@@ -4,6 +4,7 @@ import signal
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,9 @@ pytest.register_assert_rewrite("tests.storage.contract", "tests.storage.states")
 def nothing_goes_on() -> Iterator[None]:
     """Fails a test that leaves saves in the background: the next one to wait for its own would raise their errors."""
     yield
-    modules = [sys.modules.get(f"{package}.storage.save_queue") for package in ("lightning.fabric", "lightning_fabric")]
-    left = [queue for module in modules if module is not None for queue in tuple(module.busy)]
+    packages = [f"{fabric}.storage" for fabric in ("lightning.fabric", "lightning_fabric")]
+    modules = [import_module(f"{package}.background.queue") for package in packages if package in sys.modules]
+    left = [queue for module in modules for queue in tuple(module.busy)]
     for queue in left:
         queue.wait_until_idle()
     errors = [error for queue in left for error in queue.settle()]
