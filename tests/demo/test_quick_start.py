@@ -41,7 +41,7 @@ def run(script: str, folder: Path) -> str:
         start_new_session=True,
     )
     try:
-        output, _ = shell.communicate(timeout=280)
+        output, _ = shell.communicate(timeout=580)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(shell.pid, signal.SIGKILL)
@@ -51,6 +51,7 @@ def run(script: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # ten processes import torch, on cores that other tests use as well
 def test_each_block_runs_as_written_and_prints_what_the_page_says(tmp_path: Path) -> None:
     commands: list[str] = []
     expected: list[tuple[int, str]] = []
