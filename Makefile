@@ -74,7 +74,7 @@ $(STORES_STAMP):
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p build_backend -p patches -m setup $(addprefix -m ,$(OUR_MODULES))
+	$(BIN)/mypy -p build_backend -p patches -p tools -m setup $(addprefix -m ,$(OUR_MODULES))
 
 demo: setup
 	$(BIN)/python demo/run.py

@@ -28,6 +28,7 @@ CONTENT = (
     "setup.py",
     "src",
     "tests",
+    "tools",
 )
 _CACHES = {"__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 

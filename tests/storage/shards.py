@@ -105,7 +105,7 @@ def _append(file: Any, value: Tensor | io.BytesIO, checksums: bool) -> Record:
 
 @dataclass
 class Targets(LoadPlanner):
-    """PlanCache to load chunks of tensors, and keeps what became of it."""
+    """Plans to load chunks of tensors, and keeps what became of it."""
 
     metadata: Metadata
     plan: LoadPlan = field(default_factory=lambda: LoadPlan([]))
