@@ -47,9 +47,9 @@ def test_fsdp_saves_and_loads_full_state_on_the_cpu(package: str, tmp_path: Path
 def test_only_fsdp_modules_that_compute_on_an_accelerator_offload_their_state(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardedOptimStateDictConfig
 
-    needs_offload = importlib.import_module(f"{package}.utilities.fsdp").needs_offload
+    offload_if_needed = importlib.import_module(f"{package}.utilities.fsdp").offload_if_needed
 
     class Part:
         def __init__(self, device: str) -> None:
@@ -58,4 +58,6 @@ def test_only_fsdp_modules_that_compute_on_an_accelerator_offload_their_state(
     for devices, expected in [(["cpu"], False), (["cuda:0"], True), (["cpu", "cuda:0"], True), ([], False)]:
         parts = [Part(device) for device in devices]
         monkeypatch.setattr(FullyShardedDataParallel, "fsdp_modules", staticmethod(lambda module, parts=parts: parts))
-        assert needs_offload(torch.nn.Linear(1, 1)) is expected
+        configs = FullStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=False)
+        offload_if_needed(torch.nn.Linear(1, 1), *configs)
+        assert [config.offload_to_cpu for config in configs] == [expected] * 2

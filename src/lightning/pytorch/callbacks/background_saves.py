@@ -321,11 +321,16 @@ def drain(trainer: "Trainer") -> None:
 
 
 def finalize(trainer: "Trainer") -> None:
-    """Waits as :func:`drain` does, and has each logger write what it has kept, as some rank's do; a collective call."""
+    """Waits as :func:`drain` does, and has the loggers and the profiler write what they have; a collective call.
+
+    Some ranks' may have nothing to write, and wait for the others.
+    """
     drain(trainer)
     with together_in(trainer.strategy, "writing logs"):
         for logger in trainer.loggers:
             logger.finalize("success")
+    with together_in(trainer.strategy, "writing the profiler's report"):
+        trainer.profiler.describe()  # type: ignore[attr-defined]
 
 
 def drain_and_log() -> None:
