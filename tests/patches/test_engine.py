@@ -507,6 +507,20 @@ class TestImport:
         assert touched == {tree / FILE: ["row", "sail"]}
         assert (tree / FILE).read_text().count("sky") == 1
 
+    def test_names_that_several_edits_import_from_one_module_stand_together(self, tmp_path):
+        texts = ["from torch.z import z, Z", "from torch.z import b as a", "from torch.z import nn"]
+        edits = [make_edit(**{"import": text}) for text in texts]
+        source = "from torch.z import nn\n"
+        assert result(tmp_path, source, *edits) == "from torch.z import nn\nfrom torch.z import Z, b as a, z\n"
+
+    def test_line_that_would_be_too_long_is_wrapped(self, tmp_path):
+        names = [letter * 40 for letter in "abc"]
+        edit = make_edit(**{"import": f"from torch.z import {', '.join(names)}"})
+        lines = "".join(f"    {name},\n" for name in names)
+        assert result(tmp_path, "from torch import nn\n", edit) == (
+            f"from torch import nn\nfrom torch.z import (\n{lines})\n"
+        )
+
     def test_of_a_patch_that_changes_something_else_too(self, tmp_path):
         source = "from torch import nn\n\ndef f():\n    a()\n"
         two = "from torch.y import y\nfrom torch.z import z"
