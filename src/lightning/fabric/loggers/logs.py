@@ -114,11 +114,11 @@ class _LogFolder:
         return folder if self._mirror is None else str(self._mirror.folder)
 
     def makedirs(self, folder: str, exist_ok: bool) -> None:
-        """As :func:`make_folder`."""
+        """Makes a folder where files need one, as :func:`make_folder`."""
         make_folder(folder)
 
     def isdir(self, folder: str) -> bool:
-        """Whether files can be written into the folder."""
+        """Tells whether files can be written into the folder."""
         return self._mirror is not None or bool(self._fs.isdir(folder))
 
     def flush(self) -> None:
@@ -136,7 +136,7 @@ class EventFiles(_LogFolder):
     """The folder of TensorBoard's files of events, and a file of hyperparameters beside the folder's copy."""
 
     def isfile(self, path: str) -> bool:
-        """Whether the place that is copied to has a file; see :meth:`Mirror.lacks`."""
+        """Tells whether the place that is copied to has a file; see :meth:`Mirror.lacks`."""
         if self._mirror is None:
             return bool(self._fs.isfile(path))
         return not self._mirror.lacks(os.path.basename(path))

@@ -343,7 +343,7 @@ def drain_and_log() -> None:
 
 @contextmanager
 def ending(exception: BaseException) -> Iterator[None]:
-    """For a body that calls what callbacks do about an exception, when all that is on its way has been waited for.
+    """Waits for all saves in flight, and lets the body call what callbacks do about an exception.
 
     Args:
         exception: What ends the run. What failed is logged, and added to it.

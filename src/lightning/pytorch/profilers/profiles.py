@@ -76,7 +76,7 @@ class ReportFiles:
         """Leaves it to :meth:`open` to make a folder where files need one."""
 
     def open(self, path: str, mode: str) -> IO[str]:
-        """As :func:`open_report`."""
+        """Opens a text file of the folder, as :func:`open_report`."""
         return open_report(self._folder, os.path.basename(path))
 
 

@@ -19,11 +19,11 @@ class ConfigFile:
         self._parser = parser
 
     def isfile(self, path: str) -> bool:
-        """As :func:`~lightning.fabric.storage.transport.text.is_there`."""
+        """Tells whether there is something; see :func:`~lightning.fabric.storage.transport.text.is_there`."""
         return is_there(path)
 
     def makedirs(self, folder: str, exist_ok: bool) -> None:
-        """As :func:`~lightning.fabric.loggers.logs.make_folder`."""
+        """Makes a folder where one is needed; see :func:`~lightning.fabric.loggers.logs.make_folder`."""
         make_folder(folder)
 
     def save(self, config: Any, path: str, *, multifile: bool, **arguments: Any) -> None:

@@ -115,7 +115,7 @@ def load(
 def save_trainers(
     strategy: Any, checkpoint: dict[str, Any], path: _Path, storage_options: Any, save_full: Callable[..., None]
 ) -> None:
-    """Saves a checkpoint of the Trainer, as :func:`~lightning.fabric.storage.strategies.state.save_of_trainer`."""
+    """Saves a checkpoint of the Trainer; see :func:`~lightning.fabric.storage.strategies.state.save_of_trainer`."""
     model = "model" if _is_sharded(strategy) else None
     save_of_trainer(strategy, checkpoint, path, storage_options, save_full, model)
 

@@ -56,7 +56,7 @@ def save_state(
     filters: Filters | None = None,
     checkpoint_io: "CheckpointIO | None" = None,
 ) -> None:
-    """As :func:`save`, with the strategy's settings: ``full`` saves one file, and ``checkpoint_io`` is its plugin."""
+    """Saves as :func:`save`; ``full`` makes one file, and ``checkpoint_io`` is the strategy's plugin."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     from lightning.fabric.strategies.model_parallel import _has_dtensor_modules
@@ -144,6 +144,6 @@ def load_state(
 def save_trainers(
     strategy: Any, checkpoint: dict[str, Any], path: _Path, storage_options: Any, save_full: Callable[..., None]
 ) -> None:
-    """Saves a checkpoint of the Trainer, as :func:`~lightning.fabric.storage.strategies.state.save_of_trainer`."""
+    """Saves a checkpoint of the Trainer; see :func:`~lightning.fabric.storage.strategies.state.save_of_trainer`."""
     model = "state_dict" if strategy._save_distributed_checkpoint else None
     save_of_trainer(strategy, checkpoint, path, storage_options, save_full, model)

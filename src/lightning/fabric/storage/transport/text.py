@@ -77,13 +77,13 @@ class TextFile:
         self._path = path
 
     def exists(self, path: _Path) -> bool:
-        """As :func:`is_there`."""
+        """Tells whether there is something at ``path``, as :func:`is_there`."""
         return is_there(path)
 
     def isdir(self, folder: _Path) -> bool:
-        """As :func:`has_folder`, of this file: ``folder`` may have lost what makes it a URL."""
+        """Tells of this file what :func:`has_folder` does: ``folder`` may have lost what makes it a URL."""
         return has_folder(self._path)
 
     def open(self, path: _Path, mode: Literal["r", "w"], **_: Any) -> AbstractContextManager[IO[str]]:
-        """As :func:`open_text`, which has its own encoding and line ends."""
+        """Opens the file as :func:`open_text` does, with its encoding and line ends."""
         return open_text(path, mode)
