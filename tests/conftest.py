@@ -84,6 +84,4 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails is not tried again for minutes."""
     retry = pytest.importorskip("lightning.fabric.storage.transport.retry")
     monkeypatch.setattr(retry, "DEADLINE_S", 0.5)
-    common = pytest.importorskip("lightning.fabric.storage.transport.backends.obstore_config.common")
-    monkeypatch.setattr(common, "RETRY_DEADLINE_S", 0.5)
     s3fs.S3FileSystem.clear_instance_cache()

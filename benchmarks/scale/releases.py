@@ -8,7 +8,7 @@ from dataclasses import replace
 from fsspec import AbstractFileSystem
 from model import MIB, Release
 
-from lightning.fabric.storage.transport.multipart import Parts, parts_in_flight
+from lightning.fabric.storage.transport.multipart import Parts
 
 STOCK_NAME = "stock 2.6.6"
 
@@ -25,7 +25,7 @@ ASYNCHRONOUS = replace(OURS, asynchronous=True, copies=True, pinned=True)
 def in_parts_for(release: Release, world: int) -> Release:
     """A release of ours in a job of so many ranks."""
     parts = Parts.of(AbstractFileSystem(), lean=True, files=world)  # a client without options
-    return replace(release, part=parts.smallest, in_flight=parts_in_flight(parts.smallest, parts))
+    return replace(release, part=parts.smallest, in_flight=parts.in_flight(parts.smallest))
 
 
 def with_constants(release: Release, constants: dict[str, float]) -> Release:

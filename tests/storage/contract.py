@@ -50,7 +50,7 @@ def write(url: str, content: bytes, error: BaseException | None = None) -> None:
 
 def lower_limits(patch: pytest.MonkeyPatch) -> None:
     """Makes a checkpoint of a few MiB go through what is otherwise for many GiB."""
-    patch.setattr(sink, "_LARGEST_WRITE", 300_000)
+    patch.setattr(sink, "LARGEST_PIECE", 300_000)
     patch.setattr(multipart, "SMALLEST_PART", 5 * MIB)
     patch.setattr(fsspec_transport, "_AZURE_PIPE_LIMIT", 6 * MIB)
 

@@ -184,7 +184,7 @@ def test_a_save_within_a_save_belongs_to_it(tmp_path: Path, heard: Heard) -> Non
 def test_retries_count_for_the_save_whose_requests_they_are(
     heard: Heard, logged: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
     memory = type(fsspec.filesystem("memory"))
     write, failures = memory.pipe_file, [ConnectionError("reset"), ConnectionError("reset")]
 

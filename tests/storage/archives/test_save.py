@@ -20,9 +20,10 @@ from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.transport import open as transport
 from lightning.fabric.storage.transport.backends import fsspec as fsspec_transport
 from lightning.fabric.storage.transport.multipart import Parts
-from lightning.fabric.storage.transport.sink import Sink
+from lightning.fabric.storage.transport.sink import Sink, uploading
 from tests.servers import Bucket
 from tests.storage.tree import TreeFileSystem
+from tests.storage.uploads import To
 
 
 @pytest.fixture(params=["local", "memory", "s3", "s3 without obstore", "tree", "generic", "ftp"])
@@ -227,9 +228,11 @@ def test_azure_gets_more_than_its_clients_blocks_can_hold_as_a_stream(monkeypatc
     piped: list[bytes] = []
     committed: list[Any] = []
     monkeypatch.setattr(fsspec_transport, "_AZURE_PIPE_LIMIT", 10)
-    fsspec_transport._pipe(Client(), "/x", b"0123456789", PARTS)
+    with uploading(fsspec_transport.PipeUpload(Client(), "/x", PARTS)) as file:
+        file.write(b"0123456789")
     assert (piped, committed) == ([b"0123456789"], [])
-    fsspec_transport._pipe(Client(), "/x", b"0123456789a", PARTS)
+    with uploading(fsspec_transport.PipeUpload(Client(), "/x", PARTS)) as file:
+        file.write(b"0123456789a")
     assert committed == [(32 * 2**20, b"0123456789a")]
 
 
@@ -281,7 +284,7 @@ def test_a_full_disk_is_reported_as_such(tmp_path: Path) -> None:
         def write(self, data: Any) -> int:
             raise OSError(28, "No space left on device")
 
-    sink = Sink(Full())
+    sink = Sink(To(Full()))
     with pytest.raises((OSError, RuntimeError)):
         torch.save(STATE, sink)
     assert isinstance(sink.error, OSError)
@@ -294,7 +297,7 @@ def test_a_short_write_is_continued() -> None:
             return super().write(bytes(data)[:1000])
 
     short, whole = Short(), io.BytesIO()
-    torch.save(STATE, Sink(short))
+    torch.save(STATE, Sink(To(short)))
     torch.save(STATE, whole)
     assert short.getvalue() == whole.getvalue()
 

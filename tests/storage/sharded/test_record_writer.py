@@ -10,29 +10,16 @@ import torch
 from lightning.fabric.storage.archives import tensor_bytes
 from lightning.fabric.storage.sharded.checksums import BLOCK, Checksums, Record
 from lightning.fabric.storage.sharded.record_writer import RecordWriter
-from lightning.fabric.storage.transport.sink import PieceSink, Sink
-
-
-class Kept:
-    """Keeps the pieces that it is given as they are, as an upload does until they are sent."""
-
-    def __init__(self) -> None:
-        self.pieces: list[Any] = []
-
-    def write(self, piece: Any) -> None:
-        self.pieces.append(piece)
-
-    @property
-    def content(self) -> bytes:
-        return b"".join(self.pieces)
+from lightning.fabric.storage.transport.sink import Sink
+from tests.storage.uploads import Kept, To
 
 
 def written(*data: Any) -> tuple[bytes, list[Record], Kept]:
     kept = Kept()
-    sink = PieceSink(kept)
+    sink = Sink(kept)
     writer = RecordWriter(sink)
     found = [writer.write(item) for item in data]
-    sink.flush()
+    sink.commit()
     return kept.content, found, kept
 
 
@@ -108,8 +95,7 @@ def test_a_save_is_ended_between_the_pieces_of_one_tensor() -> None:
         if len(calls) == 2:
             raise KeyError("enough")
 
-    sink = Sink(io.BytesIO())
-    sink.idle = fail_the_second_time
+    sink = Sink(To(io.BytesIO()), fail_the_second_time)
     with pytest.raises(KeyError, match="enough"):
         RecordWriter(sink).write(torch.empty(40 * 2**20, dtype=torch.uint8))
 

@@ -22,7 +22,7 @@ from s3fs import S3FileSystem
 
 from lightning.fabric.storage.archives.load import archive
 from lightning.fabric.storage.archives.save import save_file
-from lightning.fabric.storage.transport.backends import fsspec as transport
+from lightning.fabric.storage.transport.backends import fsspec_reader
 from tests.servers import SECRET, USER, Bucket, Fault, Server, demand_equal_parts
 from tests.servers import azure as azurite
 from tests.servers import hdfs as hadoop
@@ -301,11 +301,11 @@ class TestSftp(StorageContract):
     ) -> None:
         url, _ = sftp
         save_file({"w": torch.ones(2)}, f"{url}/x.ckpt")
-        before = set(transport._open_files)
+        before = set(fsspec_reader._open_files)
         ring: dict[str, Any] = {"file": archive(f"{url}/x.ckpt")}
         ring["itself"] = ring
-        (key,) = transport._open_files.keys() - before
-        _, fs, opened = transport._open_files[key]
+        (key,) = fsspec_reader._open_files.keys() - before
+        _, fs, opened = fsspec_reader._open_files[key]
         del ring
         with fs.ftp._lock:  # as while a request is being numbered
             gc.collect()

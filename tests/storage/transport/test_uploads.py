@@ -10,7 +10,6 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,9 @@ from lightning.fabric.storage.sharded.save_planner import PlanCache, Shard
 from lightning.fabric.storage.sharded.writer import ShardWriter
 from lightning.fabric.storage.transport import multipart, retry
 from lightning.fabric.storage.transport import open as transport
-from lightning.fabric.storage.transport.sink import PieceSink, Sink
+from lightning.fabric.storage.transport.sink import Sink
 from tests.servers import SECRET, Bucket, Fault, demand_equal_parts
+from tests.storage.uploads import InWholeParts, Kept, To
 
 _MIB = 2**20
 STATE = {"w": torch.arange(100_000, dtype=torch.float32), "step": torch.tensor(3)}
@@ -100,7 +100,7 @@ def test_a_fault_in_a_client_is_shown_with_its_own_traceback(bucket: Bucket, mon
     def faulty(*_: Any) -> Any:
         raise TypeError("such as an argument too many")
 
-    monkeypatch.setattr(transport, "_writer", faulty)
+    monkeypatch.setattr(transport, "_backend", faulty)
     with pytest.raises(OSError, match="TypeError: such as an argument") as raised:
         save_file(STATE, f"{bucket.url}/x")
     assert "in faulty\n" in "".join(traceback.format_exception(raised.value))
@@ -281,7 +281,7 @@ def test_the_default_device_of_the_caller_makes_no_difference(bucket: Bucket) ->
 
 
 def test_memory_that_tensors_share_is_announced_once() -> None:
-    for sink in (Sink(io.BytesIO()), PieceSink(Memory())):
+    for sink in (Sink(To(io.BytesIO())), Sink(Kept())):
         whole = torch.zeros(10 * _MIB)
         for view in whole.split(1000):
             sink.announce(view.untyped_storage())
@@ -297,8 +297,7 @@ def test_a_bucket_that_is_missing_leaves_no_doubt(bucket: Bucket) -> None:
 def test_an_interrupted_upload_is_taken_back_and_does_not_go_on_behind_the_callers_back(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("obstore", "s3fs"):
-        monkeypatch.setattr(f"lightning.fabric.storage.transport.backends.{module}.parts_in_flight", lambda *_: 1)
+    monkeypatch.setattr(multipart.Parts, "in_flight", lambda *_: 1)
     bucket.put("x", b"the old one")
 
     def slow(method: str, path: str) -> None:
@@ -374,7 +373,7 @@ def test_parts_fit_the_limits_of_the_stores_at_any_size(size: int) -> None:
 def test_the_parts_of_many_files_are_larger_and_no_more_memory_is_on_its_way(lean: bool) -> None:
     few, many = (multipart.Parts.of(MemoryFileSystem(), lean, files) for files in (64, 1024))
     assert many.smallest == 3 * few.smallest
-    in_flight = [multipart.parts_in_flight(one.smallest, one) for one in (few, many)]
+    in_flight = [one.in_flight(one.smallest) for one in (few, many)]
     assert in_flight == [8, 2]
     assert many.memory == few.memory >= in_flight[1] * many.smallest
 
@@ -506,35 +505,24 @@ def test_no_more_requests_for_a_file_are_on_their_way_than_an_option_of_the_clie
         assert highest == 2
 
 
-class Memory:
-    """Keeps the pieces it is given, as an upload does until they are sent."""
-
-    def __init__(self) -> None:
-        self.pieces: list[memoryview] = []
-
-    def write(self, piece: memoryview) -> None:
-        self.pieces.append(piece)
-
-
 def test_pieces_stay_what_they_were_when_torch_uses_its_buffers_again() -> None:
-    kept = Memory()
-    sink = PieceSink(kept)
+    kept = Kept()
+    sink = Sink(kept)
     state = {str(i): torch.full((2**i,), i, dtype=torch.int64) for i in range(18)}
     for tensor in state.values():
         sink.announce(tensor.untyped_storage())
     torch.save(state, sink)
-    sink.flush()
+    sink.commit()
     del state
     gc.collect()
     (np.zeros(50 * _MIB, np.uint8) + 1).sum()  # takes memory that has been given back
-    whole = b"".join(kept.pieces)
-    loaded = torch.load(io.BytesIO(whole))
+    loaded = torch.load(io.BytesIO(kept.content))
     assert all(torch.equal(loaded[str(i)], torch.full((2**i,), i, dtype=torch.int64)) for i in range(18))
 
 
 def test_the_memory_of_a_large_tensor_is_sent_as_it_is_and_not_copied() -> None:
-    kept = Memory()
-    sink = PieceSink(kept)
+    kept = Kept()
+    sink = Sink(kept)
     tensor = torch.zeros(_MIB)
     sink.announce(tensor.untyped_storage())
     sink.write(memoryview(tensor.numpy()))
@@ -574,9 +562,9 @@ def test_a_status_counts_however_a_client_carries_it(status: int, transient: boo
 
 
 def test_the_collector_sends_nothing_of_a_file_that_was_given_up() -> None:
-    pieces: list[memoryview] = []
-    sink = PieceSink(SimpleNamespace(write=pieces.append))
-    sink.write(b"the beginning")
-    del sink
-    gc.collect()
-    assert pieces == []
+    for backend in (Kept(), InWholeParts()):
+        sink = Sink(backend)
+        sink.write(b"the beginning")
+        del sink
+        gc.collect()
+        assert backend.pieces == []

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning.fabric.storage.transport import retry
 from lightning.fabric.storage.transport.backends import obstore_config
-from lightning.fabric.storage.transport.backends.obstore_config import common
 from tests.storage.transport.obstore_config.recorder import Certificates, Recorder, recorder
 
 
@@ -22,7 +22,7 @@ def nothing_in_force(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: py
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setattr(obstore_config, "_told", set())
-    monkeypatch.setattr(common, "RETRY_DEADLINE_S", 0)
+    monkeypatch.setattr(retry, "DEADLINE_S", 0)
     caplog.set_level(logging.INFO, logger=obstore_config.__name__)
 
 

@@ -19,6 +19,7 @@ import s3fs
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning_utilities.core.imports import RequirementCache
 
+from lightning.fabric.storage.transport import retry
 from lightning.fabric.storage.transport.backends import obstore_config
 from lightning.fabric.storage.transport.backends.obstore_config import common, native_store
 from tests.storage.transport.obstore_config.recorder import Recorder
@@ -78,8 +79,8 @@ def test_a_file_system_that_connects_again_gets_a_new_store(records: Recorder) -
 
 
 def test_a_request_is_repeated_after_a_transient_failure(records: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "RETRY_DEADLINE_S", 10)
-    monkeypatch.setattr(common, "RETRY_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retry, "DEADLINE_S", 10)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.01)
     failures = iter([503, 500, 429])
     records.rule = lambda request: (status, {}) if (status := next(failures, None)) else None
     obstore.put(store_of(file_system(records.url)), "x", b"1")
@@ -88,9 +89,9 @@ def test_a_request_is_repeated_after_a_transient_failure(records: Recorder, monk
 
 
 def test_no_attempt_starts_after_the_deadline(records: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "RETRY_DEADLINE_S", 0.3)
-    monkeypatch.setattr(common, "RETRY_FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(common, "RETRY_LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(retry, "DEADLINE_S", 0.3)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE_S", 0.01)
     records.rule = lambda request: (503, {})
     store = store_of(file_system(records.url))
     started = time.monotonic()

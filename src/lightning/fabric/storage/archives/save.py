@@ -5,7 +5,7 @@ import pickle
 import threading
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from typing_extensions import override
@@ -14,7 +14,6 @@ from lightning.fabric.storage.gc_pause import collection_paused
 from lightning.fabric.storage.paths.location import display, locate
 from lightning.fabric.storage.save_report import reported, stages
 from lightning.fabric.storage.transport.open import open_writer
-from lightning.fabric.storage.transport.sink import Sink
 
 
 def save_file(obj: Any, path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
@@ -41,7 +40,15 @@ def save_file(obj: Any, path: str | os.PathLike[str], options: Mapping[str, Any]
         enter_stage("commit")
 
 
-def write_object(obj: Any, file: Sink) -> None:
+class Announced(Protocol):
+    """A file that is told of the memory that is going to be written, as a sink is."""
+
+    def announce(self, storage: torch.UntypedStorage) -> None: ...
+
+    def write(self, data: Any) -> int: ...
+
+
+def write_object(obj: Any, file: Announced) -> None:
     """Runs ``torch.save`` to a file of :func:`~lightning.fabric.storage.transport.open.open_writer`.
 
     torch pickles everything before it writes the first byte. The file is told of each tensor's storage as that goes on:

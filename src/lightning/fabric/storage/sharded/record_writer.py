@@ -1,10 +1,10 @@
 """Writes the records of a shard, with their checksums, in host memory that does not grow with them."""
 
 import io
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning.fabric.storage.archives.archive_writer import Archive, TensorStub
 from lightning.fabric.storage.archives.save import write_object
@@ -62,19 +62,17 @@ class RecordWriter:
         return checksums.record(offset, head, tail)
 
 
-class _Checked(Sink):
+class _Checked(io.RawIOBase):
     """Passes on what is written, and computes its checksums."""
 
     def __init__(self, file: Sink) -> None:
-        super().__init__(file)
+        super().__init__()
         self.checksums = Checksums()
+        self._file = file
+        self.announce = file.announce
 
-    def announce(self, storage: torch.UntypedStorage) -> None:
-        self._file.announce(storage)
-
+    @override
     def write(self, data: Any) -> int:
-        with memoryview(data) as view, view.cast("B") as whole:
-            self.checksums.update(whole)
-            self._position += len(whole)
+        self.checksums.update(memoryview(data).cast("B"))
         self._file.idle()
-        return cast(int, self._file.write(data))
+        return self._file.write(data)

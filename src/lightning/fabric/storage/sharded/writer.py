@@ -192,9 +192,13 @@ class ShardWriter:
     @contextmanager
     def _open(self, location: Location) -> Iterator[Sink]:
         assert self._peers is not None
-        with open_writer(location, lean=True, files=self._group.world_size) as file:
-            file.idle = self._peers.look
-            file.disposable = True  # only the metadata of a complete checkpoint names it
+        with open_writer(
+            location,
+            lean=True,
+            files=self._group.world_size,
+            idle=self._peers.look,
+            disposable=True,  # only the metadata of a complete checkpoint names it
+        ) as file:
             yield file
         self._written.append(location)
 

@@ -1,13 +1,16 @@
-"""Uploads in parts: of which size, how many, and what is left of one that could not be taken back."""
+"""Uploads in parts: their size and number, the mark of their object, and unfinished ones."""
 
 import logging
 import secrets
-from typing import NamedTuple
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
 
 from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
 
 from lightning.fabric.storage.paths.location import display
 from lightning.fabric.storage.transport.refusals import lacks_permission
+from lightning.fabric.storage.transport.threads import Call
 
 log = logging.getLogger(__name__)
 
@@ -19,23 +22,22 @@ MOST_PARTS = 10_000
 SMALLEST_PART = 32 * _MIB
 #: Of a file whose writer wants little memory used.
 SMALLEST_LEAN_PART = 16 * _MIB
-#: How many parts are on their way at a time, while they are small.
+#: Parts in flight, while they are small.
 _PARTS_IN_FLIGHT = 8
-#: From so many files on that are written together, their parts are larger, and fewer are on their way: a store takes
-#: only so many requests a second. How much larger the model of benchmarks/scale has told.
+#: From so many files on that are written together, their parts are larger, and fewer are in flight: a store takes only
+#: so many requests a second. The factor is that of the model of benchmarks/scale.
 _MANY_FILES = 256
 _LARGER = 3
-#: What a part may be: S3 and GCS refuse smaller ones, Azure larger ones.
+#: Bounds of a part: S3 and GCS refuse smaller ones, Azure larger ones.
 _ALLOWED_PARTS = (5 * _MIB, 4000 * _MIB)
-#: What the clients call the size that their user wants parts to have.
+#: The option of each client for the size of parts.
 _OPTIONS_OF_SIZE = {"s3fs": "default_block_size", "gcsfs": "block_size", "adlfs": "blocksize"}
 #: The metadata of an object of several parts in which its upload is marked. If the answer to the request that commits
-#: it is lost, and the next attempt is told that there is no such upload, it tells whether the object is that one.
+#: it is lost, and the next attempt hears that there is no such upload, the mark shows whether the object is that one.
 #: Letters alone: proxies drop the header of a name with an underscore, and Azure knows no hyphens.
 TOKEN = "lightningsave"
-#: How long, in seconds, an interrupted save tries to take back what it has uploaded.
+#: Seconds for which an interrupted save tries to take back what it has uploaded.
 ABORT_S = 10
-
 
 #: The largest object of a store, in bytes: the largest part times the number of parts, and what GCS says.
 LARGEST_OBJECT = {"S3": MOST_PARTS * 5 * 2**30, "GCS": 5 * 2**40, "Azure": 50_000 * 4000 * _MIB}
@@ -55,12 +57,12 @@ def check_size(store: str, size: int) -> None:
 
 
 class Parts(NamedTuple):
-    """In what parts a file is uploaded.
+    """The sizes and the number of the parts in which a file is uploaded.
 
     Attributes:
-        smallest: Their size in bytes, unless the object needs larger ones.
-        memory: The bytes that may be on their way at a time.
-        most: How many of them may be.
+        smallest: Bytes of a part, unless the object needs larger ones.
+        memory: Bytes that may be in flight.
+        most: Parts that may be in flight.
     """
 
     smallest: int
@@ -79,6 +81,10 @@ class Parts(NamedTuple):
         memory = most * smallest
         return cls(smallest * (_LARGER if wanted is None and files >= _MANY_FILES else 1), memory, most)
 
+    def in_flight(self, part: int) -> int:
+        """The number of parts of ``part`` bytes in flight: the larger they are the fewer, to bound memory."""
+        return min(self.most, max(2, self.memory // part))
+
 
 def clients_of(fs: AbstractFileSystem) -> set[str]:
     """The packages that the file system's class and its bases come from."""
@@ -86,7 +92,7 @@ def clients_of(fs: AbstractFileSystem) -> set[str]:
 
 
 def requests_at_a_time(fs: AbstractFileSystem) -> int | None:
-    """How many requests for one file may be on their way at a time, if an option of ``fs`` says so."""
+    """The number of requests for one file that may be in flight, if an option of ``fs`` limits it."""
     most: int | None = fs.storage_options.get("max_concurrency")
     return most
 
@@ -104,7 +110,7 @@ def check_count(end: int, part: int) -> None:
     """Refuses bytes up to ``end`` of an object in parts of ``part`` bytes, before the store does at its completion.
 
     Raises:
-        ValueError: There are too many parts: the size of what is written was not told, or too small.
+        ValueError: There are too many parts: the size of what is written was not announced, or too small.
     """
     if end > MOST_PARTS * part:
         raise ValueError(
@@ -113,18 +119,13 @@ def check_count(end: int, part: int) -> None:
         )
 
 
-def parts_in_flight(part: int, parts: Parts) -> int:
-    """How many parts of ``part`` bytes are on their way at a time: the larger they are the fewer, to bound memory."""
-    return min(parts.most, max(2, parts.memory // part))
-
-
 def new_token() -> str:
-    """What marks the object of one upload, see :data:`TOKEN`."""
+    """A mark for the object of one upload, see :data:`TOKEN`."""
     return secrets.token_hex(16)
 
 
 def takes_metadata(fs: AbstractFileSystem) -> bool:
-    """Whether uploads can be marked, as far as is known."""
+    """Returns whether uploads can be marked, as far as is known."""
     return not getattr(fs, "_refuses_metadata", False)
 
 
@@ -144,12 +145,22 @@ def note_unknown_outcome(error: BaseException) -> None:
 
 
 def has_unknown_outcome(error: BaseException) -> bool:
-    """Whether :func:`note_unknown_outcome` was called for it."""
+    """Returns whether :func:`note_unknown_outcome` was called for it."""
     return bool(getattr(error, "_unknown_outcome", False))
 
 
+def take_back(fs: AsyncFileSystem, request: Coroutine[Any, Any, Any], path: str) -> None:
+    """Waits for the request that removes what was uploaded to ``path``, but not for long."""
+    call = Call(fs, request)
+    try:
+        call.result(ABORT_S)
+    except Exception as error:
+        call.cancel()
+        warn_of_unfinished(path, error)
+
+
 def warn_of_unfinished(path: str, reason: BaseException | None = None) -> None:
-    """Tells that an upload could not be aborted."""
+    """Logs that an upload could not be aborted."""
     because = f" ({display(f'{type(reason).__name__}: {reason}')})" if reason is not None else ""
     wanted = ""
     if reason is not None and lacks_permission(reason):

@@ -26,6 +26,7 @@ from lightning.fabric.storage.save_report import note_unknown_retries, writing
 from lightning.fabric.storage.transport import multipart, progress
 from lightning.fabric.storage.transport.backends import (
     fsspec,
+    fsspec_reader,
     gcs_zonal,
     gcs_zonal_reader,
     local,
@@ -37,23 +38,33 @@ from lightning.fabric.storage.transport.backends.obstore_config import native_st
 from lightning.fabric.storage.transport.errors import context_kept, failure, unexplained
 from lightning.fabric.storage.transport.ranged_file import RangedFile, Source
 from lightning.fabric.storage.transport.retry import chain, is_transient, retrying, status_of
-from lightning.fabric.storage.transport.sink import GivenUp, Sink
+from lightning.fabric.storage.transport.sink import GivenUp, Sink, uploading
+from lightning.fabric.storage.transport.upload import UploadBackend
 
 _NO_SUCH_RANGE = 416
 
 
 @contextmanager
-def open_writer(location: Location, lean: bool = False, files: int = 1) -> Iterator[Sink]:
+def open_writer(
+    location: Location,
+    lean: bool = False,
+    files: int = 1,
+    idle: Callable[[], None] = lambda: None,
+    disposable: bool = False,
+) -> Iterator[Sink]:
     """A file to write to, which becomes the file at ``location`` when the context ends without an exception.
 
     Whatever happens before that, ``KeyboardInterrupt`` included, leaves the previous file as it was.
 
     Args:
-        location: Where the file is to be. Missing folders are made.
+        location: The place of the file. Missing folders are made.
         lean: Use less than 256 MiB of memory, whatever the size of the file. Else speed comes first: parts are
             larger, and stores that are fast only when they are given all of an object at once (GCS and Azure without
             obstore) are.
-        files: How many are being written together, by all ranks, beside each other in a store.
+        files: The number of files that all ranks write together, beside each other in a store.
+        idle: Called now and then in long waits. It may raise a
+            :class:`~lightning.fabric.storage.transport.sink.GivenUp`, which ends the upload.
+        disposable: Nobody will look for the file if its upload fails: then one that cannot be stopped is left alone.
 
     Raises:
         OSError: On leaving the context, if the file could not be written or committed. The message names the file and
@@ -62,7 +73,7 @@ def open_writer(location: Location, lean: bool = False, files: int = 1) -> Itera
     sink = callers = None
     with context_kept():
         try:
-            with _writer(location, lean, files) as sink, writing(sink):
+            with uploading(_backend(location, lean, files, disposable), idle) as sink, writing(sink):
                 try:
                     yield sink
                 except Exception as error:
@@ -80,30 +91,27 @@ def open_writer(location: Location, lean: bool = False, files: int = 1) -> Itera
             raise failure("write", location, cause) from unexplained(cause)
 
 
-def _writer(location: Location, lean: bool, files: int) -> AbstractContextManager[Sink]:
+def _backend(location: Location, lean: bool, files: int, disposable: bool) -> UploadBackend:
     if isinstance(location, Path):
-        return local.open_writer(location)
+        return local.LocalUpload(location)
     fs, path = filesystem(location)
     if not has_folders(fs) and "/" not in path.strip("/"):
         raise ValueError(f"{display(location)} is a bucket, and not a place in one")
     parts = multipart.Parts.of(fs, lean, files)
     if is_object_store(fs):
         note_unknown_retries()
-    client = partial(_client_writer, fs, path, lean, parts)
+    client = partial(_client_backend, fs, path, lean, parts)
     keep_current(fs, connect=True)
     native = native_store(fs, path)
-    return client() if native is None else obstore.open_writer(fs, path, *native, parts, client)
+    return client() if native is None else obstore.ObstoreUpload(fs, path, *native, parts, client, disposable)
 
 
-def _client_writer(
-    fs: AbstractFileSystem, path: str, lean: bool, parts: multipart.Parts
-) -> AbstractContextManager[Sink]:
-    """What writes through the client of the store."""
+def _client_backend(fs: AbstractFileSystem, path: str, lean: bool, parts: multipart.Parts) -> UploadBackend:
     if is_zonal(fs, path):
-        return gcs_zonal.open_writer(fs, path)
+        return gcs_zonal.ZonalUpload(fs, path)
     if s3fs.can_write(fs):
-        return s3fs.open_writer(fs, path, parts)
-    return fsspec.open_writer(fs, path, lean, parts)
+        return s3fs.S3Upload(fs, path, parts)
+    return fsspec.client_upload(fs, path, lean, parts)
 
 
 def open_reader(location: Location) -> IO[bytes]:
@@ -143,14 +151,14 @@ def open_source(location: Location) -> Source:
 
 
 def _opener(location: Location) -> Callable[[], Source]:
-    """What opens it; an unknown protocol, or a client library that is not installed, is an error before that."""
+    """Returns what opens it; an unknown protocol, or a missing client library, is an error before that."""
     if isinstance(location, Path):
         return partial(local.Source, location)
     fs, path = filesystem(location)
     keep_current(fs, connect=True)
     native = native_store(fs, path, reading=True)
     if native is None and not is_zonal(fs, path):
-        return partial(fsspec.Source, fs, path)
+        return partial(fsspec_reader.Source, fs, path)
     if native is None:
         gcs_zonal.client_module("async_multi_range_downloader")
 

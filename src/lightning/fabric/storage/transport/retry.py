@@ -15,10 +15,11 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: No attempt starts later than this many seconds after the first.
+#: No attempt starts later than this many seconds after the first. obstore's own retries have the same limits.
 DEADLINE_S = 180.0
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 15.0
+#: Pauses between attempts grow from the one to the other, at random.
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 15.0
 _STATUSES = (408, 429, 500, 502, 503, 504, 509, 529)
 #: Errors of clients that come without a status: the connection broke, or nothing came in time.
 _BROKEN_CONNECTIONS = {
@@ -63,7 +64,7 @@ class Retry:
             self._renewed = True
             return _RENEWAL_PAUSE_S
         elapsed = time.monotonic() - self._started
-        pause = min(_FIRST_PAUSE_S * 2.0 ** (self._attempts - 1), _LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
+        pause = min(FIRST_PAUSE_S * 2.0 ** (self._attempts - 1), LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
         if not is_transient(error) or elapsed + pause > DEADLINE_S:
             count = f", tried {self._attempts} times in {elapsed:.1f} s" if self._attempts > 1 else ""
             error.__dict__["_attempts"] = self._what + count

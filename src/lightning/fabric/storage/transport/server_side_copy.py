@@ -13,12 +13,13 @@ from fsspec.asyn import AsyncFileSystem
 from lightning.fabric.storage.paths.filesystem import filesystem, info_of, is_object_store
 from lightning.fabric.storage.paths.location import Location, display
 from lightning.fabric.storage.transport.backends.fsspec import room_for
-from lightning.fabric.storage.transport.backends.s3fs import begin_upload
-from lightning.fabric.storage.transport.calls import Call
+from lightning.fabric.storage.transport.backends.s3fs import MultipartUpload
 from lightning.fabric.storage.transport.errors import copy_failures_named, questions_named
-from lightning.fabric.storage.transport.multipart import TOKEN, new_token, part_size
+from lightning.fabric.storage.transport.multipart import part_size
 from lightning.fabric.storage.transport.open import open_reader, open_writer
 from lightning.fabric.storage.transport.retry import chain, retrying, retrying_async, status_of
+from lightning.fabric.storage.transport.threads import Call
+from lightning.fabric.storage.transport.upload import LARGEST_PIECE
 
 if TYPE_CHECKING:
     from adlfs import AzureBlobFileSystem
@@ -28,9 +29,7 @@ log = logging.getLogger(__name__)
 
 #: S3 copies up to 5 GiB with one request, but many that copy a part each are faster.
 _S3_PART = 256 * 2**20
-_PARTS_AT_A_TIME = 16
-#: Of what is passed through this machine.
-_PIECE = 16 * 2**20
+_PARTS_IN_FLIGHT = 16
 _POLL_S = 0.2
 #: After that long without progress a copy that Azure makes has failed.
 _STANDSTILL_S = 180.0
@@ -67,7 +66,7 @@ def copy_file(source: Location, target: Location) -> None:
         with open_reader(source) as file, open_writer(target) as copy:
             copy.expect(file.seek(0, os.SEEK_END))
             file.seek(0)
-            while piece := file.read(_PIECE):
+            while piece := file.read(LARGEST_PIECE):
                 copy.write(piece)
     except Exception as error:
         if not problem:
@@ -151,37 +150,23 @@ async def _outcome(fs: "AzureBlobFileSystem", copy: str) -> str:
 
 async def _copied_in_parts(fs: "S3FileSystem", path: str, copy: str, size: int) -> None:
     bucket, key, _ = fs.split_path(path)
-    to_bucket, to_key, _ = fs.split_path(copy)
-    target = {"Bucket": to_bucket, "Key": to_key}
-    token = new_token()
+    origin = {"Bucket": bucket, "Key": key}
     part = part_size(size, _S3_PART)
-    room = asyncio.Semaphore(_PARTS_AT_A_TIME)
-
-    async def ask(method: str, **arguments: Any) -> Any:
-        what = f"{method} of s3://{copy}"
-        return await retrying_async(what, lambda: fs._call_s3(method, **target, **arguments))
-
-    upload, is_marked = await begin_upload(fs, token, lambda own: ask("create_multipart_upload", Metadata=own))
+    room = asyncio.Semaphore(_PARTS_IN_FLIGHT)
+    upload = MultipartUpload(fs, copy)
+    await upload.create()
 
     async def copy_part(number: int) -> dict[str, Any]:
         start = (number - 1) * part
         span = f"bytes={start}-{min(start + part, size) - 1}"
-        origin = {"Bucket": bucket, "Key": key}
         async with room:
-            answer = await ask(
-                "upload_part_copy", UploadId=upload, PartNumber=number, CopySource=origin, CopySourceRange=span
-            )
+            answer = await upload.send("upload_part_copy", number, CopySource=origin, CopySourceRange=span)
         return {"PartNumber": number, "ETag": answer["CopyPartResult"]["ETag"]}
 
     try:
-        parts = await _all([copy_part(number) for number in range(1, -(-size // part) + 1)])
-        try:
-            await ask("complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": parts})
-        except FileNotFoundError:  # an attempt whose answer was lost may have succeeded
-            if not is_marked or (await ask("head_object"))["Metadata"].get(TOKEN) != token:
-                raise
+        await upload.complete(await _all([copy_part(number) for number in range(1, -(-size // part) + 1)]))
     except BaseException:
-        await asyncio.shield(ask("abort_multipart_upload", UploadId=upload))
+        await asyncio.shield(upload.abort())
         raise
 
 

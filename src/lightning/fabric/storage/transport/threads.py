@@ -1,19 +1,26 @@
-"""Work that a waiting thread can turn away from."""
+"""Work in threads and in event loops, from which a waiting thread can be interrupted."""
 
+import asyncio
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from typing import Any, Protocol, TypeVar
+
+from fsspec.asyn import AsyncFileSystem
+
+from lightning.fabric.storage.transport import progress
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 _IDLE_S = 0.5
-#: How long a crew that is given up waits for its tasks before the log says so.
+#: Seconds to wait until a cancelled call has let go of its connection.
+_CANCELLATION_S = 10
+#: Seconds that a pool which is given up waits for its tasks before it logs that.
 _PATIENCE_S = 2
 
 
@@ -50,8 +57,62 @@ def wait_until_done(outcome: "Future[_T]", idle: Callable[[], None], timeout: fl
         idle()
 
 
+class Call:
+    """A call in the loop of a file system.
+
+    fsspec's own way to wait for one lets it go on when the waiting thread is interrupted: it could replace an object
+    long after its caller has heard of the failure. This one can be cancelled.
+
+    Args:
+        fs: The file system.
+        call: One of its coroutines.
+    """
+
+    def __init__(self, fs: AsyncFileSystem, call: Coroutine[Any, Any, Any]) -> None:
+        self._loop: asyncio.AbstractEventLoop = fs.loop
+        self._outcome: Future[Any] = Future()
+        self._task: asyncio.Task[Any] | None = None
+        self._loop.call_soon_threadsafe(self._start, call)
+
+    def _start(self, call: Coroutine[Any, Any, Any]) -> None:
+        self._task = self._loop.create_task(call)
+        self._task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            self._outcome.set_exception(CancelledError())
+        elif (error := task.exception()) is not None:
+            self._outcome.set_exception(error)
+        else:
+            progress.made()
+            self._outcome.set_result(task.result())
+
+    def result(self, timeout: float | None = None, idle: Callable[[], None] | None = None) -> Any:
+        """Returns or raises what the call does.
+
+        Args:
+            timeout: Seconds to wait for it.
+            idle: Called meanwhile, if there is no timeout. An error of it ends the wait.
+
+        Raises:
+            concurrent.futures.TimeoutError: There is no outcome after ``timeout`` seconds.
+        """
+        if idle is not None:
+            wait_until_done(self._outcome, idle)
+        return self._outcome.result(timeout)
+
+    def cancel(self) -> None:
+        """Returns when the call has ended, or does not end in reasonable time."""
+        self._loop.call_soon_threadsafe(self._cancel)
+        wait([self._outcome], _CANCELLATION_S)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
 class Task(Protocol):
-    """What a :class:`TaskPool` does."""
+    """A piece of work for a :class:`TaskPool`."""
 
     #: Bytes of memory that it takes.
     cost: int
@@ -67,9 +128,9 @@ class TaskPool:
     """Does tasks in threads, a few at a time.
 
     Args:
-        name: Of the threads.
-        most_tasks: How many to have going, or done and not finished, at a time.
-        most_bytes: What these take at most in all. A task that costs more has to wait until it is alone.
+        name: The name of the threads.
+        most_tasks: The number of tasks that may be running, or done and not finished, at a time.
+        most_bytes: The memory that these may take in all. A task that costs more has to wait until it is alone.
     """
 
     def __init__(self, name: str, most_tasks: int, most_bytes: int) -> None:
@@ -84,15 +145,15 @@ class TaskPool:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no task is running."""
+        """Returns whether no task is running."""
         return self._running == 0
 
     def run(self, tasks: Iterable[Task]) -> None:
         """Returns when all are finished.
 
         Raises:
-            BaseException: What a task raised, or an interruption. No task is running any more by then: those that were
-                have been waited for, and no other was begun. Only another interruption ends this waiting.
+            BaseException: The first error of a task, or an interruption. No task is running any more by then: those
+                that were have been waited for, and no other was begun. Only another interruption ends this waiting.
         """
         try:
             for task in tasks:

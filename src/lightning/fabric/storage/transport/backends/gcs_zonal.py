@@ -11,25 +11,27 @@ size and the checksum at the end.
 
 import asyncio
 import importlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from typing_extensions import override
 
 from lightning.fabric.storage.paths.location import display
 from lightning.fabric.storage.paths.replace import temporary_beside
-from lightning.fabric.storage.transport.calls import Call
-from lightning.fabric.storage.transport.multipart import ABORT_S, check_size, note_unknown_outcome, warn_of_unfinished
+from lightning.fabric.storage.transport.multipart import check_size, note_unknown_outcome, take_back
 from lightning.fabric.storage.transport.retry import is_transient, retrying_async
-from lightning.fabric.storage.transport.sink import Sink
+from lightning.fabric.storage.transport.threads import Call
+from lightning.fabric.storage.transport.upload import Handover, UploadBackend
 
 if TYPE_CHECKING:
     from gcsfs.extended_gcsfs import ExtendedGcsFileSystem
 
 _T = TypeVar("_T")
 
-#: How much is sent, and asked for, at a time. The client makes messages of 2 MiB of it.
+#: Bytes that are sent, and asked for, at a time. The client makes messages of 2 MiB of them.
 SLICE = 16 * 2**20
-#: How long, in seconds, the store may take for one slice, or to finalize an object.
+#: Seconds that the store may take for one slice, or to finalize an object.
 _PATIENCE_S = 120
 
 
@@ -48,81 +50,63 @@ def client_module(name: str) -> Any:
         ) from error
 
 
-@contextmanager
-def open_writer(fs: "ExtendedGcsFileSystem", path: str) -> Iterator[Sink]:
-    """See :func:`lightning.fabric.storage.transport.open.open_writer`."""
-    client_module("async_appendable_object_writer")
-    with temporary_beside(path.rpartition("/")[2]) as name:
-        upload = _Upload(fs, f"{fs._parent(path)}/{name}")
-        sink = Sink(upload)
-        upload.expected_size = lambda: sink.announced
-        upload.idle = lambda: sink.idle()
-        try:
-            yield sink
-            upload.finish(path)
-        except BaseException:
-            upload.abort()
-            raise
-        finally:
-            fs.invalidate_cache(path)
-            fs.invalidate_cache(fs._parent(path))
-
-
-class _Upload:
-    """Collects slices, one of which is sent while the next one is being written.
+class ZonalUpload(UploadBackend):
+    """An object with a temporary name, of which one slice is sent while the next one is being written.
 
     Args:
         fs: The file system.
-        path: The object's temporary name there.
+        path: The object's path there.
     """
 
+    handover = Handover.WHOLE_PARTS
+
     def __init__(self, fs: "ExtendedGcsFileSystem", path: str) -> None:
-        self.expected_size: Callable[[], int]
-        self.idle: Callable[[], None]
+        client_module("async_appendable_object_writer")
         self._fs = fs
         self._path = path
-        self._appendable = _Appendable(fs, path)
+        self._name = temporary_beside(path.rpartition("/")[2])
         self._checksum: Any = importlib.import_module("google_crc32c").Checksum()
-        self._slice = bytearray()
-        self._position = 0
+        self._temporary = ""
+        self._size = 0
         self._running: Call | None = None
 
-    def write(self, piece: memoryview) -> int:
-        if not self._position:
-            check_size("GCS", self.expected_size())
-        taken = piece[: SLICE - len(self._slice)]
-        self._slice += taken
-        self._position += len(taken)
-        if len(self._slice) == SLICE:
-            self._send_slice()
-        return len(taken)
+    @override
+    def begin(self, size: int, idle: Callable[[], None]) -> int:
+        check_size("GCS", size)
+        self._idle = idle
+        self._temporary = f"{self._fs._parent(self._path)}/{self._name.__enter__()}"
+        self._appendable = _Appendable(self._fs, self._temporary)
+        return SLICE
 
-    def _send_slice(self) -> None:
+    @override
+    def write_part(self, part: memoryview | bytearray) -> None:
         self._await_running()
-        data, self._slice = bytes(self._slice), bytearray()
+        data = bytes(part)
         self._running = self._call("An append to", lambda: self._appendable.append(data))
+        self._size += len(data)
         self._checksum.update(data)
 
-    def finish(self, path: str) -> None:
-        """Puts the object at ``path``, if the store has all of it."""
-        if self._slice or not self._position:
-            self._send_slice()
+    @override
+    def commit(self) -> None:
+        if not self._size:
+            self.write_part(bytearray())  # there is no object before the first append
         self._await_running()
         checksum = int.from_bytes(self._checksum.digest(), "big")
-        self._running = self._call("Finalizing", lambda: self._appendable.finalize(self._position, checksum))
+        self._running = self._call("Finalizing", lambda: self._appendable.finalize(self._size, checksum))
         self._await_running()
-        self._running = self._call("Renaming", lambda: self._move(path))
+        self._running = self._call("Renaming", self._move)
         try:
             self._await_running()
         except Exception as error:
             if is_transient(error):
                 note_unknown_outcome(error)
             raise
+        self._end()
 
-    async def _move(self, path: str) -> None:
+    async def _move(self) -> None:
         """As gcsfs's ``mv_file``, which copies if that fails, and there is no copying in zonal buckets."""
-        bucket, name, _ = self._fs.split_path(self._path)
-        target = self._fs.split_path(path)[1]
+        bucket, name, _ = self._fs.split_path(self._temporary)
+        target = self._fs.split_path(self._path)[1]
         try:
             await self._fs._call(
                 "POST", "b/{}/o/{}/moveTo/o/{}", bucket, name, target, headers={"Content-Type": "application/json"}
@@ -131,23 +115,25 @@ class _Upload:
             if not await self._appendable.is_at(target):  # moved by an attempt whose answer was lost
                 raise
 
+    @override
     def abort(self) -> None:
-        if self._running is None:
-            return
-        self._running.cancel()
-        removal = Call(self._fs, self._appendable.remove())
-        try:
-            removal.result(ABORT_S)
-        except Exception as error:
-            removal.cancel()
-            warn_of_unfinished(self._path, error)
+        if self._running is not None:
+            self._running.cancel()
+            take_back(self._fs, self._appendable.remove(), self._temporary)
+        if self._temporary:
+            self._end()
+
+    def _end(self) -> None:
+        self._name.__exit__(None, None, None)
+        self._fs.invalidate_cache(self._path)
+        self._fs.invalidate_cache(self._fs._parent(self._path))
 
     def _await_running(self) -> None:
         if self._running is not None:
-            self._running.result(idle=self.idle)
+            self._running.result(idle=self._idle)
 
     def _call(self, what: str, operation: Callable[[], Awaitable[None]]) -> Call:
-        return Call(self._fs, retrying_async(f"{what} gs://{display(self._path)}", operation))
+        return Call(self._fs, retrying_async(f"{what} gs://{display(self._temporary)}", operation))
 
 
 class _Appendable:
@@ -205,7 +191,7 @@ class _Appendable:
             )
 
     async def is_at(self, name: str) -> bool:
-        """Whether the finalized object is called ``name`` by now."""
+        """Returns whether the finalized object is called ``name`` by now."""
         from google.api_core.exceptions import NotFound
 
         try:
@@ -267,7 +253,7 @@ def _lost(found: int, expected: int) -> OSError:
 
 
 async def in_time(operation: Awaitable[_T]) -> _T:
-    """What an operation of the store returns, or a ``TimeoutError`` if that takes minutes."""
+    """Returns what an operation of the store does, or raises a ``TimeoutError`` if that takes minutes."""
     try:
         return await asyncio.wait_for(operation, _PATIENCE_S)
     except asyncio.TimeoutError as error:  # another class in Python 3.10

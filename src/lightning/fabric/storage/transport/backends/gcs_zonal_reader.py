@@ -7,9 +7,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.storage.transport.backends.gcs_zonal import SLICE, client_module, in_time, once
-from lightning.fabric.storage.transport.calls import Call
 from lightning.fabric.storage.transport.ranged_file import REPLACED
 from lightning.fabric.storage.transport.retry import retrying_async
+from lightning.fabric.storage.transport.threads import Call
 
 log = logging.getLogger(__name__)
 

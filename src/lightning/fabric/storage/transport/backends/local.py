@@ -4,36 +4,60 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+
+from typing_extensions import override
 
 from lightning.fabric.storage.paths.layout import is_shard_folder
 from lightning.fabric.storage.paths.replace import sync_folder, take_place, temporary_beside
 from lightning.fabric.storage.transport.ranged_file import REPLACED
-from lightning.fabric.storage.transport.sink import Sink
+from lightning.fabric.storage.transport.upload import LARGEST_PIECE, UploadBackend, write_all
 
 log = logging.getLogger(__name__)
 
 
-@contextmanager
-def open_writer(path: Path) -> Iterator[Sink]:
-    """See :func:`lightning.fabric.storage.transport.open.open_writer`."""
-    path = Path(os.path.realpath(path))  # a link goes on to be one
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # not in $TMPDIR: a rename is atomic within one file system only. open() gives it the umask's permissions
-    with temporary_beside(path.name) as name:
-        temporary = path.with_name(name)
-        try:
-            with open(temporary, "xb", buffering=0) as file:
-                yield Sink(file)
-                os.fsync(file.fileno())
-            _replace(temporary, path)
-        except BaseException:
-            if not temporary.is_dir():  # which is what was replaced, and a later save removes
-                temporary.unlink(missing_ok=True)
-            raise
-    sync_folder(path.parent)
+class LocalUpload(UploadBackend):
+    """A temporary file beside the target, made durable, and renamed onto it.
+
+    Args:
+        path: The place of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._cleanup = ExitStack()
+
+    @override
+    def begin(self, size: int, idle: Callable[[], None]) -> int:
+        self._path = Path(os.path.realpath(self._path))  # a link goes on to be one
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # not in $TMPDIR: a rename is atomic within one file system only. open() gives it the umask's permissions
+        self._temporary = self._path.with_name(self._cleanup.enter_context(temporary_beside(self._path.name)))
+        self._cleanup.callback(self._remove_temporary)
+        self._file = self._cleanup.enter_context(open(self._temporary, "xb", buffering=0))  # noqa: SIM115
+        return LARGEST_PIECE
+
+    @override
+    def write_part(self, part: memoryview | bytearray) -> None:
+        write_all(self._file, part)
+
+    @override
+    def commit(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+        _replace(self._temporary, self._path)
+        self._cleanup.close()
+        sync_folder(self._path.parent)
+
+    @override
+    def abort(self) -> None:
+        self._cleanup.close()
+
+    def _remove_temporary(self) -> None:
+        if not self._temporary.is_dir():  # the folder that was replaced, which a later save removes
+            self._temporary.unlink(missing_ok=True)
 
 
 class Source:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from fsspec import AbstractFileSystem
 
-from lightning.fabric.storage.transport.backends import fsspec
+from lightning.fabric.storage.transport import retry
+from lightning.fabric.storage.transport.backends import fsspec_reader
 from lightning.fabric.storage.transport.backends.obstore_config import leave_to_client
-from lightning.fabric.storage.transport.backends.obstore_config.common import RETRY_DEADLINE_S
 from lightning.fabric.storage.transport.backends.obstore_errors import is_out_of_range, is_unsupported, translated
 from lightning.fabric.storage.transport.ranged_file import REPLACED
 from lightning.fabric.storage.transport.threads import in_thread, wait_until_done
@@ -50,14 +50,14 @@ class Source:
         self._store = store
         self._name = name
         self._turning = threading.Lock()
-        self._client: fsspec.Source | None = None
+        self._client: fsspec_reader.Source | None = None
         try:
             self._version = self._ask()
         except Exception as error:
             reason = translated(error)
             if not is_unsupported(reason):
                 raise reason from error
-            self._client = fsspec.Source(fs, path)
+            self._client = fsspec_reader.Source(fs, path)
             leave_to_client(fs, path, reason, reading=True)
             self.size = self._client.size
             return
@@ -112,7 +112,7 @@ class Source:
     def _turn_to_client(self, reason: Exception) -> None:
         with self._turning:
             if self._client is None:
-                client = fsspec.Source(self._fs, self._path)
+                client = fsspec_reader.Source(self._fs, self._path)
                 self._check_version()  # so the client has opened the same one
                 self._client = client
                 leave_to_client(self._fs, self._path, reason, reading=True)
@@ -147,7 +147,7 @@ def awaited(outcome: concurrent.futures.Future[_T], name: str, idle: Callable[[]
     if not outcome.done():
         log.warning(
             f"Still waiting for the store of {name!r} after {_PATIENCE_WITH_STORES_S} s. If it does not answer, is the"
-            f" endpoint right? Requests are tried again for up to {RETRY_DEADLINE_S} s"
+            f" endpoint right? Requests are tried again for up to {retry.DEADLINE_S:.0f} s"
         )
     wait_until_done(outcome, idle)
     return outcome.result()

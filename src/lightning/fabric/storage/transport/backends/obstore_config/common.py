@@ -9,11 +9,8 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-#: No attempt starts later than that after the first one.
-RETRY_DEADLINE_S = 180
-#: Waits between attempts grow from the one to the other, at random.
-RETRY_FIRST_WAIT_S = 0.1
-RETRY_LONGEST_WAIT_S = 15
+from lightning.fabric.storage.transport import retry
+
 CONNECT_TIMEOUT_S = 20
 #: How long a store may take to begin its answer, or to go on with it.
 READ_TIMEOUT_S = 60
@@ -86,10 +83,10 @@ def build(
     from obstore.exceptions import BaseError
 
     backoff = {
-        "init_backoff": timedelta(seconds=RETRY_FIRST_WAIT_S),
-        "max_backoff": timedelta(seconds=RETRY_LONGEST_WAIT_S),
+        "init_backoff": timedelta(seconds=retry.FIRST_PAUSE_S),
+        "max_backoff": timedelta(seconds=retry.LONGEST_PAUSE_S),
     }
-    deadline = timedelta(seconds=RETRY_DEADLINE_S)
+    deadline = timedelta(seconds=retry.DEADLINE_S)
     retries = {"backoff": backoff, "max_retries": _NO_LIMIT_OF_ATTEMPTS, "retry_timeout": deadline}
     try:
         return kind(

@@ -1,0 +1,158 @@
+"""Files of any fsspec file system, of which ranges are read."""
+
+import weakref
+from typing import Any
+
+from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
+
+from lightning.fabric.storage.paths.filesystem import info_of
+from lightning.fabric.storage.paths.location import display
+from lightning.fabric.storage.transport.ranged_file import REPLACED
+from lightning.fabric.storage.transport.retry import chain, retrying, status_of
+from lightning.fabric.storage.transport.threads import Call
+
+#: Bytes that are asked for at once where requests are small.
+_LARGEST_SPAN = 4 * 2**20
+#: The name of botocore's error about a body.
+_WRONG_CHECKSUM = "FlexibleChecksumError"
+#: Attributes of a file that file systems report: if one of these changes, it is another file.
+_IDENTITY = (
+    *("size", "ETag", "etag", "generation", "LastModified", "last_modified", "mtime", "modify", "created"),
+    *("fileId", "modificationTime"),  # of WebHDFS
+)
+
+#: Files that are being read, with their file system and who reads. The collector would have one closed that nobody else
+#: holds, perhaps in the midst of its client's own work: paramiko would wait for ever for a lock that it has itself.
+_open_files: dict[int, "tuple[weakref.ref[Source], AbstractFileSystem, Any]"] = {}
+
+
+def close_abandoned(fs: AbstractFileSystem) -> None:
+    """Closes files that nobody reads any more, where their client is not at work: before it is asked for another."""
+    for key, (source, of, file) in list(_open_files.items()):
+        if of is fs and source() is None:
+            del _open_files[key]
+            file.close()
+
+
+class Source:
+    """A file to read ranges of.
+
+    Args:
+        fs: Its file system.
+        path: Its path there.
+    """
+
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
+        close_abandoned(fs)
+        self._fs = fs
+        self._path = path
+        #: Whether ranges can be read from many threads at a time.
+        self.parallel = isinstance(fs, AsyncFileSystem) and type(fs)._cat_file is not AsyncFileSystem._cat_file
+        self._file: Any = None
+        self._info: dict[str, Any] | None = None
+        self._whole = _whole_website(fs, path) if "http" in protocols_of(fs) else None
+        if self._whole is not None:
+            self.size = len(self._whole)
+            return
+        self._info = retrying(f"Asking about {display(path)}", lambda: info_of(fs, path))
+        if self._info["type"] != "file":
+            raise (IsADirectoryError if self._info["type"] == "directory" else FileNotFoundError)(path)
+        self.size = int(self._info["size"])
+        if not self.parallel:
+            self._file = fs.open(path, "rb")
+            _open_files[id(self._file)] = (weakref.ref(self), fs, self._file)
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fills ``view`` with the bytes from ``start`` on.
+
+        Raises:
+            OSError: Another number of bytes came.
+        """
+        data: Any
+        if self._whole is not None:
+            data = self._whole[start : start + len(view)]
+        elif self.parallel:
+            data = self._range(start, start + len(view))
+            if len(data) == self.size > len(view):  # it serves no ranges: one answer is kept, for all reads to come
+                self._whole = memoryview(data) if self._whole is None else self._whole
+                data = self._whole[start : start + len(view)]
+        else:
+            data = _read_whole(self._file, start, len(view))
+        if len(data) != len(view):
+            raise ConnectionError(f"{len(data)} bytes came instead of {len(view)}")
+        view[:] = data
+
+    def _range(self, start: int, end: int) -> bytes:
+        fs: Any = self._fs
+        data: bytes
+        try:
+            data = Call(fs, fs._cat_file(self._path, start=start, end=end)).result()
+            return data
+        except Exception as error:
+            if end - start == self.size or all(type(cause).__name__ != _WRONG_CHECKSUM for cause in chain(error)):
+                raise
+        # some servers send a range with the checksum of the whole object, which the client compares
+        settings = {**fs.config_kwargs, "response_checksum_validation": "when_required"}
+        self._fs = type(fs)(*fs.storage_args, **{**fs.storage_options, "config_kwargs": settings})
+        data = Call(self._fs, self._fs._cat_file(self._path, start=start, end=end)).result()
+        return data
+
+    def check(self) -> None:
+        """Looks whether the file is still the one that was opened.
+
+        Raises:
+            OSError: It is not.
+        """
+        if self._info is None:
+            return
+        self._fs.invalidate_cache(self._path)
+        self._fs.invalidate_cache(self._fs._parent(self._path))
+        now = retrying(f"Asking about {display(self._path)}", lambda: info_of(self._fs, self._path))
+        if now["type"] == "nothing" and "http" in protocols_of(self._fs):
+            _whole_website(self._fs, self._path)  # raises the reason, which that did not tell
+        if any(now.get(key) != self._info.get(key) for key in _IDENTITY):
+            raise OSError(REPLACED)
+
+    def close(self) -> None:
+        """Closes the file, where one was opened."""
+        if self._file is not None:
+            self._file.close()
+            _open_files.pop(id(self._file), None)
+
+
+def _whole_website(fs: Any, path: str) -> memoryview | None:
+    """The file, if its server does not serve ranges: asked for one byte, it sends all of them. It may not tell before.
+
+    Raises:
+        Exception: aiohttp's own error. That of ``fs.info`` is a FileNotFoundError, whatever the reason is.
+    """
+    what = f"Reading {display(path)}"
+    try:
+        data = retrying(what, lambda: fs.cat_file(path, start=0, end=1))
+    except Exception as error:
+        if status_of(error) != 416:  # there is no first byte
+            raise
+        return memoryview(b"")
+    if len(data) == 1:
+        if fs.info(path).get("size") is not None:
+            return None
+        data = retrying(what, lambda: fs.cat_file(path))
+    return memoryview(data)
+
+
+def _read_whole(file: Any, start: int, count: int) -> bytes:
+    if hasattr(file, "readv"):  # SFTP: do not wait for an answer before asking for the next 32 KiB
+        spans = [(at, min(_LARGEST_SPAN, start + count - at)) for at in range(start, start + count, _LARGEST_SPAN)]
+        return b"".join(file.readv(spans, max_concurrent_prefetch_requests=_LARGEST_SPAN // 2**15))
+    file.seek(start)
+    parts = []
+    while count > 0 and (part := file.read(count)):
+        parts.append(part)
+        count -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def protocols_of(fs: AbstractFileSystem) -> tuple[str, ...]:
+    """The protocols of a file system."""
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
