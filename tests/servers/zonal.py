@@ -190,6 +190,8 @@ class _Service:
                 yield self._answer(persisted_size=target.persisted)
         except Broken as error:
             context.abort(grpc.StatusCode.UNAVAILABLE, str(error) or "broken")
+        except Refused:
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, "refused")
         finally:
             if target is not None:
                 del target.data[target.persisted :]
@@ -376,7 +378,7 @@ class _Handler(BaseHTTPRequestHandler):
         except Broken:
             return self._send(503, {"error": {"code": 503, "message": "broken"}})
         except Refused:
-            return self._send(403, {"error": {"code": 403, "message": "no renaming"}})
+            return self._send(403, {"error": {"code": 403, "message": "renaming refused"}})
         self._send(200, answer)
 
     def _target(self) -> tuple[str, str | None, dict[str, list[str]] | None]:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from adlfs import AzureBlobFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.implementations.sftp import SFTPFileSystem
 from fsspec.implementations.webhdfs import WebHDFS
 from gcsfs import GCSFileSystem
 from s3fs import S3FileSystem
@@ -29,11 +28,10 @@ from tests.servers import hdfs as hadoop
 from tests.servers import s3_programs as programs
 from tests.servers import seaweedfs as weed
 from tests.servers.azure import AzureServer, Container, azure_server
-from tests.servers.gcs import PROJECT, GcsBucket, GcsServer, gcs_server
+from tests.servers.gcs import PROJECT, GcsBucket, GcsServer
 from tests.servers.hdfs import Hdfs, HdfsFolder, hdfs_cluster
 from tests.servers.seaweedfs import seaweedfs_server
-from tests.servers.sftp import sftp_server
-from tests.servers.zonal import ZonalBucket, ZonalServer, lead_gcsfs_to, zonal_server
+from tests.servers.zonal import ZonalBucket, ZonalServer, lead_gcsfs_to
 from tests.storage.contract import MIB, StorageContract, write
 from tests.storage.places import NAME, Explicit, Folder, Memory, Store
 
@@ -208,12 +206,6 @@ class TestS3rverWithoutObstore(TestS3rver):
     pass
 
 
-@pytest.fixture(scope="session")
-def gcs() -> Iterator[GcsServer]:
-    with gcs_server() as running:
-        yield running
-
-
 class TestGcs(StorageContract):
     beyond_limits = 12 * MIB
 
@@ -229,12 +221,6 @@ class TestGcs(StorageContract):
 @pytest.mark.usefixtures("without_obstore")
 class TestGcsWithoutObstore(TestGcs):
     pass
-
-
-@pytest.fixture(scope="session")
-def zonal() -> Iterator[ZonalServer]:
-    with zonal_server() as running:
-        yield running
 
 
 class TestZonal(StorageContract):
@@ -278,14 +264,6 @@ class TestAzureWithoutObstore(TestAzure):
 
 def with_login_as_options(url: str) -> Explicit:
     return Explicit(url.replace(f"{USER}:{SECRET}@", ""), {"username": USER, "password": SECRET})
-
-
-@pytest.fixture(scope="session")
-def sftp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    folder = tmp_path_factory.mktemp("sftp")
-    with sftp_server(folder) as url:
-        yield url, folder
-    SFTPFileSystem.clear_instance_cache()
 
 
 class TestSftp(StorageContract):

@@ -14,7 +14,7 @@ from lightning.fabric.storage.paths.filesystem import filesystem
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.tools.copy import duplicate
 from lightning.fabric.storage.transport import multipart, server_side_copy
-from lightning.fabric.storage.transport.backends import fsspec, obstore_config
+from lightning.fabric.storage.transport.backends import fsspec_reader, obstore_config
 from lightning.fabric.storage.transport.open import open_source
 from tests.servers import Bucket, Fault, Rule
 from tests.servers.proxy import Filter, drop, refuse
@@ -106,7 +106,7 @@ def test_ranges_that_come_with_the_status_of_a_whole_are_read_through_the_client
 def test_a_whole_with_another_checksum_is_an_error(bucket: Bucket) -> None:
     fs, path = filesystem(f"{bucket.url}/x")
     bucket.put("x", b"0123456789")
-    source = fsspec.Source(fs, path)
+    source = fsspec_reader.Source(fs, path)
     garbling = bucket.refusing(lambda method, path: Fault.GARBLED if method == "GET" else None)
     with garbling, pytest.raises(Exception, match="checksum"):
         source.read_into(0, memoryview(bytearray(10)))

@@ -41,18 +41,20 @@ def save_file(obj: Any, path: str | os.PathLike[str], options: Mapping[str, Any]
 
 
 class Announced(Protocol):
-    """A file that is told of the memory that is going to be written, as a sink is."""
+    """A file to which the memory that is going to be written is announced, as a sink is."""
 
-    def announce(self, storage: torch.UntypedStorage) -> None: ...
+    def announce(self, storage: torch.UntypedStorage) -> None:
+        """See :meth:`~lightning.fabric.storage.transport.sink.Sink.announce`."""
 
-    def write(self, data: Any) -> int: ...
+    def write(self, data: Any) -> int:
+        """Writes all of it."""
 
 
 def write_object(obj: Any, file: Announced) -> None:
     """Runs ``torch.save`` to a file of :func:`~lightning.fabric.storage.transport.open.open_writer`.
 
-    torch pickles everything before it writes the first byte. The file is told of each tensor's storage as that goes on:
-    it can plan for the size, and need not copy the memory.
+    torch pickles everything before it writes the first byte. Each tensor's storage is announced to the file as that
+    goes on: it can plan for the size, and need not copy the memory.
     """
     outer = getattr(_writing, "announce", None)  # of a save whose pickling leads here
     _writing.announce = file.announce
