@@ -73,7 +73,7 @@ class Bytes:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a file of some megabytes is a large one."""
-    monkeypatch.setattr(ranged_file, "_BLOCK", 2**17)
+    monkeypatch.setattr(ranged_file, "REQUEST", 2**17)
     monkeypatch.setattr(ranged_file, "_SMALLEST_READ", 2**12)
     monkeypatch.setattr(load_module, "_TAIL", 2**14)
     monkeypatch.setattr(load_module, "_SMALL_FILE", 2**17)
@@ -123,7 +123,7 @@ def test_what_is_expected_is_read_once_and_many_ranges_at_a_time(small_blocks: N
         load_module._expect_records(file)
         file.seek(0)
         assert same(torch.load(file), STATE)
-    assert 8 <= highest <= ranged_file._BLOCKS_AHEAD + 1  # one may be read at once
+    assert 8 <= highest <= ranged_file.REQUESTS_IN_FLIGHT + 1  # one may be read at once
     assert source.count < source.size + 3 * load_module._TAIL
     assert len(source.ranges) < 40  # and not one for each of the records
 
@@ -133,7 +133,7 @@ def test_no_more_is_held_than_the_blocks_ahead(small_blocks: None) -> None:
     file = RangedFile(source)
     file.expect([(0, source.size)])
     time.sleep(0.3)
-    assert source.count == ranged_file._BLOCKS_AHEAD * ranged_file._BLOCK
+    assert source.count == ranged_file.REQUESTS_IN_FLIGHT * ranged_file.REQUEST
 
 
 def test_records_in_the_order_of_older_releases_are_found(small_blocks: None) -> None:
@@ -256,13 +256,13 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error(bucket: Bucket, en
 def test_a_replaced_object_is_noticed_where_the_store_has_no_strong_etags(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, small_blocks: None
 ) -> None:
-    ask = obstore_reader.Source._ask
+    ask = obstore_reader.ObstoreSource._ask
 
-    def weakly(source: obstore_reader.Source) -> Any:
+    def weakly(source: obstore_reader.ObstoreSource) -> Any:
         size, etag, modified = ask(source)
         return size, f"W/{etag}", modified
 
-    monkeypatch.setattr(obstore_reader.Source, "_ask", weakly)
+    monkeypatch.setattr(obstore_reader.ObstoreSource, "_ask", weakly)
     bucket.put("x.ckpt", serialized(STATE))
     assert same(load_file(f"{bucket.url}/x.ckpt"), STATE)
 
@@ -279,8 +279,8 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_said_to_be_replaced_at_
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where requests cannot ask for a version, what is missing at the end looks like a connection that broke."""
-    ask = obstore_reader.Source._ask
-    monkeypatch.setattr(obstore_reader.Source, "_ask", lambda source: (*ask(source)[:1], None, *ask(source)[2:]))
+    ask = obstore_reader.ObstoreSource._ask
+    monkeypatch.setattr(obstore_reader.ObstoreSource, "_ask", lambda source: (*ask(source)[:1], None, *ask(source)[2:]))
     bucket.put("x.ckpt", serialized(STATE))
     shorter = serialized(STATE)[:-100]
 
@@ -298,7 +298,7 @@ def test_a_large_pickle_is_read_in_parallel_as_well(small_blocks: None) -> None:
         load_module._expect_records(file)
         file.seek(0)
         assert len(torch.load(file, weights_only=False)["text"]) == 2_000_000
-    assert max(stop - start for start, stop in source.ranges) <= ranged_file._BLOCK
+    assert max(stop - start for start, stop in source.ranges) <= ranged_file.REQUEST
     assert source.count < source.size + 3 * load_module._TAIL
 
 

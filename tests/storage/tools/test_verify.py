@@ -72,7 +72,7 @@ def size(*paths: Path) -> int:
 @pytest.fixture(params=["requests as usual", "many requests"])
 def requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "many requests":
-        monkeypatch.setattr(verify, "_REQUEST", MIB)
+        monkeypatch.setattr(verify, "REQUEST", MIB)
 
 
 @pytest.mark.usefixtures("requests")

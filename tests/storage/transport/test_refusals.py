@@ -35,7 +35,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capl
         monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setattr(multipart, "SMALLEST_PART", 5 * _MIB)
     monkeypatch.setattr(server_side_copy, "_S3_PART", 5 * _MIB)
-    monkeypatch.setattr(obstore_config, "_told", set())
+    monkeypatch.setattr(obstore_config, "_logged", set())
     caplog.set_level(logging.INFO, logger="lightning.fabric.storage")
     return str(request.param)
 
@@ -106,7 +106,7 @@ def test_ranges_that_come_with_the_status_of_a_whole_are_read_through_the_client
 def test_a_whole_with_another_checksum_is_an_error(bucket: Bucket) -> None:
     fs, path = filesystem(f"{bucket.url}/x")
     bucket.put("x", b"0123456789")
-    source = fsspec_reader.Source(fs, path)
+    source = fsspec_reader.FsspecSource(fs, path)
     garbling = bucket.refusing(lambda method, path: Fault.GARBLED if method == "GET" else None)
     with garbling, pytest.raises(Exception, match="checksum"):
         source.read_into(0, memoryview(bytearray(10)))

@@ -490,7 +490,7 @@ def test_no_more_requests_for_a_file_are_on_their_way_than_an_option_of_the_clie
         with lock:
             on_their_way += 1
             highest = max(highest, on_their_way)
-        time.sleep(0.02)
+        time.sleep(0.1)
         with lock:
             on_their_way -= 1
 

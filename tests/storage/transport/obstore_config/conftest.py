@@ -21,7 +21,7 @@ def nothing_in_force(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: py
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(obstore_config, "_told", set())
+    monkeypatch.setattr(obstore_config, "_logged", set())
     monkeypatch.setattr(retry, "DEADLINE_S", 0)
     caplog.set_level(logging.INFO, logger=obstore_config.__name__)
 

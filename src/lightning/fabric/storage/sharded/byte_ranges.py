@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lightning.fabric.storage.sharded.checksums import BLOCK
+from lightning.fabric.storage.transport.ranged_file import REQUEST
 
-#: Bytes of the largest request. Larger ones take more memory, smaller ones wait more often for the first byte.
-REQUEST = 8 * 2**20
 #: Bytes that nobody needs and that are read all the same, for that takes less time than another request: a store
 #: answers after 10 to 30 ms, in which a connection carries 1 MiB and more.
 GAP = 2**20

@@ -20,14 +20,12 @@ from lightning.fabric.storage.sharded.byte_ranges import GAP, REQUEST
 from lightning.fabric.storage.sharded.checksums import Record, records_of
 from lightning.fabric.storage.sharded.read_requests import Damaged, ReadRequest, ReadRequests, RecordPlace, Unloadable
 from lightning.fabric.storage.transport.open import open_source
-from lightning.fabric.storage.transport.ranged_file import Source
+from lightning.fabric.storage.transport.ranged_file import REQUESTS_IN_FLIGHT, Source
 from lightning.fabric.storage.transport.threads import TaskPool, in_thread
 
 _THREADS = "checkpoint-read"
-#: How many requests are on their way, or ready, at a time.
-_REQUESTS = 16
-#: Bytes that these hold at most, besides what goes straight into the tensors; a larger record is read alone.
-_MEMORY = _REQUESTS * REQUEST
+#: Bytes of requests in flight, besides what goes straight into the tensors; a larger record is read alone.
+_MEMORY = REQUESTS_IN_FLIGHT * REQUEST
 #: A record that is read as a whole is taken to be as long as it is said to be up to so many bytes.
 _TRUSTED = REQUEST
 _ADVICE = "Load another checkpoint: this one was changed after it was saved, or its storage cannot be relied on"
@@ -175,7 +173,7 @@ class _PlanReader:
         name = next(iter(first.items.values()))[0].storage_index.fqn
         opened = in_thread(_THREADS, first.source, name)
         wait([opened])  # in which the waiting thread can be interrupted
-        crew = TaskPool(_THREADS, _REQUESTS if opened.result().parallel else 1, _MEMORY)
+        crew = TaskPool(_THREADS, REQUESTS_IN_FLIGHT if opened.result().parallel else 1, _MEMORY)
         try:
             crew.run(self._requests())
             crew.run(self._ends())

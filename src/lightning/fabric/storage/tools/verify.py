@@ -26,15 +26,11 @@ from lightning.fabric.storage.strategies.checkpoints import find_checkpoint
 from lightning.fabric.storage.tools.discover import why_incomplete
 from lightning.fabric.storage.transport.errors import questions_named
 from lightning.fabric.storage.transport.open import open_source
-from lightning.fabric.storage.transport.ranged_file import RangedFile, Source
+from lightning.fabric.storage.transport.ranged_file import REQUEST, REQUESTS_IN_FLIGHT, RangedFile, Source
 from lightning.fabric.storage.transport.threads import TaskPool
 
 log = logging.getLogger(__name__)
 
-#: Of each request.
-_REQUEST = 8 * 2**20
-#: How many are on their way, or being checked, at a time.
-_REQUESTS = 16
 _DAMAGED = "are damaged: their checksum is wrong"
 #: How many problems of one kind are told, of those that a file of any size can have.
 _MOST = 20
@@ -279,7 +275,7 @@ def _check_records(
             wrong.append(Wrong(max(start, source.size), stop, name, "are missing"))
         elif getattr(info, "transform_descriptors", None):
             wrong.append(Wrong(start, stop, name, "cannot be verified: an extension of torch has transformed them"))
-        elif info.length > _REQUEST:
+        elif info.length > REQUEST:
             large.append((name, start, info.length, what))
         else:
             units.append(_Unit(start, stop, partial(_wrong_record, start, name, what, result)))
@@ -312,7 +308,7 @@ class _Unit(NamedTuple):
 
 def _read(source: Source, units: list[_Unit]) -> list[Wrong]:
     wrong: list[Wrong] = []
-    crew = TaskPool("checkpoint-verify", _REQUESTS if source.parallel else 1, _REQUESTS * _REQUEST)
+    crew = TaskPool("checkpoint-verify", REQUESTS_IN_FLIGHT if source.parallel else 1, REQUESTS_IN_FLIGHT * REQUEST)
     crew.run(_Request(source, batch, wrong) for batch in _batches(units))
     return wrong
 
@@ -321,7 +317,7 @@ def _batches(units: list[_Unit]) -> Iterator[list[_Unit]]:
     """What to read with one request each: units that follow on each other."""
     batch: list[_Unit] = []
     for unit in units:
-        if batch and (unit.start != batch[-1].stop or unit.stop - batch[0].start > _REQUEST):
+        if batch and (unit.start != batch[-1].stop or unit.stop - batch[0].start > REQUEST):
             yield batch
             batch = []
         batch.append(unit)

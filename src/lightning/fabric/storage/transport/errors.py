@@ -27,23 +27,18 @@ _KINDS_BY_STATUS = {401: PermissionError, 403: PermissionError, 404: FileNotFoun
 
 
 @contextmanager
-def copy_failures_named(location: Location) -> Iterator[None]:
-    """For a body that copies a file to ``location``: its errors name that."""
+def failures_named(verb: str, location: Location) -> Iterator[None]:
+    """For a body that does something with the file at ``location``: its errors name that, see :func:`failure`."""
     with context_kept():
         try:
             yield
         except Exception as error:
-            raise failure("write", location, error) from unexplained(error)
+            raise failure(verb, location, error) from unexplained(error)
 
 
 @contextmanager
 def questions_named(location: Location, verb: str = "look at") -> Iterator[None]:
-    """For a body that asks what is at ``location``: its errors name that, unless they say that nothing is there.
-
-    Args:
-        location: The place.
-        verb: What else the body does with it, for messages.
-    """
+    """For a body that asks what is at ``location``: its errors name that, unless they say that nothing is there."""
     with context_kept():
         try:
             yield
@@ -59,9 +54,9 @@ def failure(verb: str, location: Location, cause: BaseException) -> OSError:
     """Returns the error that names the place, the reason and, where something can be done, what.
 
     Args:
-        verb: What could not be done, such as "read".
+        verb: The action that failed, such as "read".
         location: The place.
-        cause: Of a client or of the system.
+        cause: The error of a client or of the system.
     """
     status = next((status for error in chain(cause) if (status := status_of(error)) is not None), 0)
     by_status = PermissionError if have_expired(cause) else _KINDS_BY_STATUS.get(status, OSError)
@@ -84,7 +79,7 @@ def failure(verb: str, location: Location, cause: BaseException) -> OSError:
 
 
 def unexplained(cause: BaseException) -> BaseException | None:
-    """``cause``, if its traceback says more than its message, which :func:`_failure` repeats.
+    """Returns ``cause`` if its traceback says more than its message, which :func:`failure` repeats.
 
     What a store or the system refuses does not depend on the lines of code that asked.
     """
@@ -92,7 +87,7 @@ def unexplained(cause: BaseException) -> BaseException | None:
 
 
 def _advice(verb: str, kind: type[OSError], location: Location, cause: BaseException) -> str:
-    """What to do about it, where the cause is not a passing one, or one of this machine's."""
+    """Advice, where the cause is not a passing one, or one of this machine's."""
     if isinstance(location, Path):
         return ""
     if have_expired(cause):
@@ -108,7 +103,7 @@ def _advice(verb: str, kind: type[OSError], location: Location, cause: BaseExcep
 
 @contextmanager
 def context_kept() -> Iterator[None]:
-    """For a body that hides what its errors come from, for their message tells it (``raise ... from None``).
+    """For a body that hides the causes of its errors, which their messages name (``raise ... from None``).
 
     They go on to show what was being handled when the body began, such as the error of training after which something
     is saved. With ``from None`` that is hidden as well.
@@ -118,18 +113,7 @@ def context_kept() -> Iterator[None]:
         yield
     except BaseException as error:
         is_hidden = error.__suppress_context__ and error.__cause__ is None
-        if before is not None and is_hidden and not _leads_to(before, error):
+        if before is not None and is_hidden and all(shown is not error for shown in chain(before)):
             error.__context__ = before
             error.__suppress_context__ = False
         raise
-
-
-def _leads_to(error: BaseException | None, other: BaseException) -> bool:
-    """Whether ``other`` is among what ``error`` shows, so that it must not show that again."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if error is other:
-            return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return False

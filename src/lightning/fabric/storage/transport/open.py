@@ -12,15 +12,10 @@ from threading import BoundedSemaphore
 from typing import IO, cast
 
 from fsspec import AbstractFileSystem
+from typing_extensions import override
 
 from lightning.fabric.storage.paths.credentials import keep_current
-from lightning.fabric.storage.paths.filesystem import (
-    filesystem,
-    has_folders,
-    is_object_store,
-    is_zonal,
-    kind_of,
-)
+from lightning.fabric.storage.paths.filesystem import filesystem, has_folders, is_object_store, is_zonal, kind_of
 from lightning.fabric.storage.paths.location import Location, display
 from lightning.fabric.storage.save_report import note_unknown_retries, writing
 from lightning.fabric.storage.transport import multipart, progress
@@ -35,7 +30,7 @@ from lightning.fabric.storage.transport.backends import (
     s3fs,
 )
 from lightning.fabric.storage.transport.backends.obstore_config import native_store
-from lightning.fabric.storage.transport.errors import context_kept, failure, unexplained
+from lightning.fabric.storage.transport.errors import context_kept, failure, failures_named, unexplained
 from lightning.fabric.storage.transport.ranged_file import RangedFile, Source
 from lightning.fabric.storage.transport.retry import chain, is_transient, retrying, status_of
 from lightning.fabric.storage.transport.sink import GivenUp, Sink, uploading
@@ -153,18 +148,22 @@ def open_source(location: Location) -> Source:
 def _opener(location: Location) -> Callable[[], Source]:
     """Returns what opens it; an unknown protocol, or a missing client library, is an error before that."""
     if isinstance(location, Path):
-        return partial(local.Source, location)
+        return partial(local.LocalSource, location)
     fs, path = filesystem(location)
     keep_current(fs, connect=True)
     native = native_store(fs, path, reading=True)
     if native is None and not is_zonal(fs, path):
-        return partial(fsspec_reader.Source, fs, path)
+        return partial(fsspec_reader.FsspecSource, fs, path)
     if native is None:
         gcs_zonal.client_module("async_multi_range_downloader")
 
     def open_object() -> Source:
         try:
-            return gcs_zonal_reader.Source(fs, path) if native is None else obstore_reader.Source(fs, path, *native)
+            return (
+                gcs_zonal_reader.ZonalSource(fs, path)
+                if native is None
+                else obstore_reader.ObstoreSource(fs, path, *native)
+            )
         except FileNotFoundError as error:
             if kind_of(fs, path) == "directory":
                 raise IsADirectoryError(path) from error
@@ -173,7 +172,7 @@ def _opener(location: Location) -> Callable[[], Source]:
     return open_object
 
 
-class _Named:
+class _Named(Source):
     """A source whose errors name the file, and which tries again what fails for a moment."""
 
     def __init__(self, location: Location, source: Source) -> None:
@@ -184,13 +183,11 @@ class _Named:
         most = None if isinstance(location, Path) else multipart.requests_at_a_time(filesystem(location)[0])
         self._room: AbstractContextManager[object] = nullcontext() if most is None else BoundedSemaphore(most)
 
-    @context_kept()
+    @override
     def read_into(self, start: int, view: memoryview) -> None:
         what = f"Reading {len(view)} bytes at {start} of {display(self._location)}"
-        try:
+        with failures_named("read", self._location):
             retrying(what, lambda: self._read_into(start, view))
-        except Exception as error:
-            raise failure("read", self._location, error) from unexplained(error)
 
     def _read_into(self, start: int, view: memoryview) -> None:
         try:
@@ -204,12 +201,11 @@ class _Named:
             self._source.check()  # a range of another, shorter version would be tried again for minutes
         raise failed
 
-    @context_kept()
+    @override
     def check(self) -> None:
-        try:
+        with failures_named("read", self._location):
             self._source.check()
-        except Exception as error:
-            raise failure("read", self._location, error) from unexplained(error)
 
+    @override
     def close(self) -> None:
         self._source.close()

@@ -1,4 +1,4 @@
-"""Whether this process gets on with its work on storage, which other ranks may wait for."""
+"""The progress of this process with its work on storage, which other ranks may wait for."""
 
 _steps = 0
 

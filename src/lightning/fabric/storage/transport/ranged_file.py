@@ -1,4 +1,4 @@
-"""A file of a store, read in ranges of which many are on their way at a time."""
+"""A file of a store, read in ranges of which many are in flight at a time."""
 
 import errno
 import io
@@ -12,13 +12,13 @@ from typing_extensions import override
 
 from lightning.fabric.storage.transport.threads import in_thread
 
-#: What a source says of a file that is no longer the one that was opened.
+#: The message of a source about a file that is no longer the one that was opened.
 REPLACED = "it was replaced while it was read: load it again"
-#: Of each request. Larger ones take more memory, smaller ones wait more often for the first byte.
-_BLOCK = 8 * 2**20
-#: How many requests are on their way, or ready, at a time.
-_BLOCKS_AHEAD = 16
-#: A small read asks for as much: what is near is read next, more often than not.
+#: Bytes of the largest request. Larger ones take more memory, smaller ones wait more often for the first byte.
+REQUEST = 8 * 2**20
+#: The number of requests in flight, or answered and not taken yet.
+REQUESTS_IN_FLIGHT = 16
+#: Bytes that a small read asks for: what is near is read next, more often than not.
 _SMALLEST_READ = 256 * 2**10
 
 _Block = tuple[int, int]
@@ -32,10 +32,10 @@ class Source(Protocol):
     parallel: bool
 
     def read_into(self, start: int, view: memoryview) -> None:
-        """Fills ``view`` with the bytes from ``start`` on."""
+        """Fills ``view`` with the bytes from ``start`` on, or raises an ``OSError``."""
 
     def check(self) -> None:
-        """Raises an ``OSError`` if the file is no longer the one that was opened."""
+        """Raises an ``OSError`` if ranges may have been read that are not of the file that was opened."""
 
     def close(self) -> None:
         """Lets go of the file, of which no range is being read."""
@@ -48,13 +48,13 @@ class RangedFile(io.RawIOBase):
     ranges as well, which are fetched at the same time.
 
     Args:
-        source: What is read.
+        source: The file.
     """
 
     def __init__(self, source: Source) -> None:
         super().__init__()
         self.size = source.size
-        #: Why the first read that failed did: torch shows an error of its own.
+        #: The first error of a read: torch shows one of its own.
         self.error: BaseException | None = None
         self._source = source
         self._position = 0
@@ -146,7 +146,7 @@ class RangedFile(io.RawIOBase):
         return count
 
     def _fetch_ahead(self) -> None:
-        while len(self._ahead) < _BLOCKS_AHEAD and (block := next(self._expected, None)) is not None:
+        while len(self._ahead) < REQUESTS_IN_FLIGHT and (block := next(self._expected, None)) is not None:
             self._ahead.append((block, self._start(*block)))
 
     def _read_kept(self, view: memoryview) -> int:
@@ -203,9 +203,9 @@ def _blocks(ranges: Iterable[_Block]) -> Iterator[_Block]:
                 yield start, stop
             start = first
         stop = end
-        while stop - start >= _BLOCK:
-            yield start, start + _BLOCK
-            start += _BLOCK
+        while stop - start >= REQUEST:
+            yield start, start + REQUEST
+            start += REQUEST
     if start < stop:
         yield start, stop
 

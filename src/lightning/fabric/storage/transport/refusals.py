@@ -1,4 +1,4 @@
-"""What a store that refuses wants: other credentials, or a permission for those that it knows."""
+"""Advice after a refusal of a store: other credentials, or a permission for those that it knows."""
 
 import re
 
@@ -11,7 +11,7 @@ _LACK_OF_CREDENTIALS = (
     *("DefaultCredentialsError", "RefreshError"),
     *("ClientAuthenticationError", "CredentialUnavailableError"),
 )
-#: What stores say of credentials that they do not know, or of none. Those that have expired are found elsewhere.
+#: Messages of stores about unknown or missing credentials. Those that have expired are found elsewhere.
 _NOT_VALID = re.compile(
     r"SignatureDoesNotMatch|signature we calculated does not match|InvalidSecurity|InvalidAccessKeyId"
     r"|AuthenticationFailed|NoAuthenticationInformation|Anonymous caller|status code: 401"
@@ -23,7 +23,7 @@ _PERMISSIONS = (
     re.compile(r"(?P<who>\S+@\S+) does not have (?P<permission>[\w.]+) access"),
     re.compile(r"(?P<who>)Permission '(?P<permission>[\w.]+)' denied"),
 )
-#: What a client of S3 does by the names of its operations, and an HTTP client by its methods.
+#: The actions behind the names of a client's operations on S3, and behind the methods of HTTP.
 _ACTIONS = {
     **{"PutObject": "write", "CreateMultipartUpload": "write", "UploadPart": "write"},
     **{"CompleteMultipartUpload": "write", "CopyObject": "write", "UploadPartCopy": "write"},
@@ -34,7 +34,7 @@ _ACTIONS = {
 
 
 def about_refusal(url: str, action: str, cause: BaseException) -> str:
-    """What to do about a store's refusal, as sentences: set credentials only where there are none, or wrong ones.
+    """Advice about a store's refusal, as sentences: set credentials only where there are none, or wrong ones.
 
     Args:
         url: What was asked for.
@@ -55,12 +55,12 @@ def about_refusal(url: str, action: str, cause: BaseException) -> str:
 
 
 def lacks_credentials(error: BaseException) -> bool:
-    """Whether a client has found no credentials, or could not get any."""
+    """Returns whether a client has found no credentials, or could not get any."""
     return any(type(cause).__name__ in _LACK_OF_CREDENTIALS for cause in chain(error))
 
 
 def are_invalid(error: BaseException) -> bool:
-    """Whether a store says that it does not know the credentials, or that there are none."""
+    """Returns whether a store says that it does not know the credentials, or that there are none."""
     return (
         lacks_credentials(error)
         or any(status_of(cause) == 401 for cause in chain(error))
@@ -69,7 +69,7 @@ def are_invalid(error: BaseException) -> bool:
 
 
 def lacks_permission(error: BaseException) -> bool:
-    """Whether a store refuses what it was asked for, and not the credentials."""
+    """Returns whether a store refuses what it was asked for, and not the credentials."""
     refused = any(isinstance(cause, PermissionError) or status_of(cause) == 403 for cause in chain(error))
     of_clock = _OF_THE_CLOCK.search(_text_of(error)) is not None
     return refused and not (of_clock or have_expired(error) or are_invalid(error))
@@ -80,7 +80,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _action(text: str) -> str | None:
-    """What the request did that was refused; what is listed by GET is asked of a bucket."""
+    """The action of the request that was refused; what is listed by GET is asked of a bucket."""
     if re.search(r"performing GET \S*[?&](list-type|comp=list|prefix)", text):
         return "look at"
     found = re.search(r"when calling the (\w+) operation|Error performing (\w+) ", text)

@@ -30,7 +30,7 @@ _BROKEN_CONNECTIONS = {
     "fsspec": ("FSTimeoutError",),
     "http": ("IncompleteRead",),
 }
-#: What stores and clients say of credentials that are no longer valid. To HEAD, a store answers with but a status.
+#: Messages of stores and clients about credentials that are no longer valid. The answer to HEAD is but a status.
 _EXPIRED = re.compile(
     r"ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|Invalid Credentials|RefreshError"
     r"|ExpiredAuthenticationToken|InvalidAuthenticationInfo|Signature not valid in the specified time frame"
@@ -44,7 +44,7 @@ class Retry:
     """Decides after each failed attempt whether and when there is another one.
 
     Args:
-        what: The name of what is tried, for messages.
+        what: The name of the operation, for messages.
     """
 
     def __init__(self, what: str) -> None:
@@ -57,7 +57,7 @@ class Retry:
         """The seconds to wait before the next attempt.
 
         Raises:
-            Exception: ``error``, if there is to be no other attempt, with what :func:`attempts_of` tells.
+            Exception: ``error``, if there is to be no other attempt, with what :func:`attempts_of` returns.
         """
         self._attempts += 1
         if not self._renewed and have_expired(error):  # they are read anew before each request
@@ -79,11 +79,11 @@ class Retry:
 
 
 def retrying(what: str, operation: Callable[[], _T]) -> _T:
-    """The result of ``operation``, which is called again, after pauses that grow, while it fails transiently.
+    """Returns the result of ``operation``, which is called again, after growing pauses, while it fails transiently.
 
     Args:
-        what: Its name, for messages.
-        operation: What to do. It can be done twice without harm.
+        what: The name of the operation, for messages.
+        operation: The operation. It can be done twice without harm.
     """
     retry = Retry(what)
     while True:
@@ -104,17 +104,17 @@ async def retrying_async(what: str, operation: Callable[[], Awaitable[_T]]) -> _
 
 
 def attempts_of(error: BaseException) -> str:
-    """What was tried how often before ``error`` was raised, or nothing."""
+    """Returns the number of attempts before ``error`` was raised, and their name, or nothing."""
     return str(getattr(error, "_attempts", ""))
 
 
 def have_expired(error: BaseException) -> bool:
-    """Whether a store has refused credentials that are no longer valid, as far as it tells."""
+    """Returns whether a store has refused credentials that are no longer valid, as far as it says so."""
     return any(_EXPIRED.search(f"{type(cause).__name__}: {cause}") for cause in chain(error))
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same request may succeed a moment later."""
+    """Returns whether the same request may succeed a moment later."""
     for cause in chain(error):
         if (status := status_of(cause)) is not None:
             return status in _STATUSES
@@ -127,7 +127,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and its causes: clients of stores wrap what tells most."""
+    """The error and its causes: clients of stores wrap what says most."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

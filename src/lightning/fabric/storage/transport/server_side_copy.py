@@ -14,7 +14,7 @@ from lightning.fabric.storage.paths.filesystem import filesystem, info_of, is_ob
 from lightning.fabric.storage.paths.location import Location, display
 from lightning.fabric.storage.transport.backends.fsspec import room_for
 from lightning.fabric.storage.transport.backends.s3fs import MultipartUpload
-from lightning.fabric.storage.transport.errors import copy_failures_named, questions_named
+from lightning.fabric.storage.transport.errors import failures_named, questions_named
 from lightning.fabric.storage.transport.multipart import part_size
 from lightning.fabric.storage.transport.open import open_reader, open_writer
 from lightning.fabric.storage.transport.retry import chain, retrying, retrying_async, status_of
@@ -33,7 +33,7 @@ _PARTS_IN_FLIGHT = 16
 _POLL_S = 0.2
 #: After that long without progress a copy that Azure makes has failed.
 _STANDSTILL_S = 180.0
-#: What a server answers to who may not do what is asked for. Any other failure is one of the copy.
+#: Answers to who may not do what is asked for. Any other failure is one of the copy.
 _REFUSALS = (401, 403)
 
 
@@ -52,7 +52,7 @@ def copy_file(source: Location, target: Location) -> None:
     copier = _copier(source, target)
     problem = ""
     if copier is not None:
-        with copy_failures_named(target):
+        with failures_named("write", target):
             try:
                 problem = copier()
             except Exception as error:
@@ -82,7 +82,7 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def _copier(source: Location, target: Location) -> Callable[[], str] | None:
-    """What lets the store copy, if it can, and returns what is wrong with the copy."""
+    """Returns a function that lets the store copy, if it can, and returns the fault of the copy."""
     if not isinstance(source, str) or not isinstance(target, str):
         return None
     (fs, path), (other, copy) = filesystem(source), filesystem(target)

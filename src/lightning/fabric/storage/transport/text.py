@@ -43,7 +43,7 @@ def open_text(path: _Path, mode: Literal["r", "w"]) -> Iterator[IO[str]]:
 
 
 def is_there(path: _Path) -> bool:
-    """Whether there is something at ``path`` now, whatever this process remembers of the store.
+    """Returns whether there is something at ``path`` now, whatever this process remembers of the store.
 
     Raises:
         OSError: The store did not answer.
@@ -54,7 +54,7 @@ def is_there(path: _Path) -> bool:
 
 
 def has_folder(path: _Path) -> bool:
-    """Whether there is a folder for a file at ``path``, or none is needed."""
+    """Returns whether there is a folder for a file at ``path``, or none is needed."""
     location = locate(path)
     if isinstance(location, Path):
         return location.parent.is_dir()

@@ -24,20 +24,16 @@ _CANCELLATION_S = 10
 _PATIENCE_S = 2
 
 
-def in_thread(name: str, function: Callable[..., _T], *arguments: object) -> "Future[_T]":
+def in_thread(
+    name: str, function: Callable[..., _T], *arguments: object, outcome: "Future[_T] | None" = None
+) -> "Future[_T]":
     """Calls ``function`` in a thread of its own.
 
     Its caller can be interrupted while it waits for the result. obstore's calls cannot be, and last minutes where a
     store does not answer. For that reason it is no executor's thread either: the interpreter waits for those when it
-    ends.
+    ends. A caller that must have the outcome also if it is interrupted here brings its own.
     """
-    future: Future[_T] = Future()
-    start(name, future, function, *arguments)
-    return future
-
-
-def start(name: str, future: "Future[_T]", function: Callable[..., _T], *arguments: object) -> None:
-    """As :func:`in_thread`, for a caller that has the outcome also if it is interrupted here."""
+    future: Future[_T] = Future() if outcome is None else outcome
 
     def run() -> None:
         try:
@@ -48,6 +44,7 @@ def start(name: str, future: "Future[_T]", function: Callable[..., _T], *argumen
             future.set_result(result)
 
     threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def wait_until_done(outcome: "Future[_T]", idle: Callable[[], None], timeout: float = math.inf) -> None:

@@ -27,7 +27,8 @@ class UploadBackend(ABC):
     has raised, comes ``abort``. Nothing may be seen under the file's name before ``commit``, and all of it after that;
     an error of ``commit`` that may have come after the fact is marked by
     :func:`~lightning.fabric.storage.transport.multipart.note_unknown_outcome`. All calls are made by one thread, which
-    can be interrupted anywhere. The constructor asks the store nothing; it may raise an ``ImportError``.
+    can be interrupted anywhere. The constructor, which takes a file system and a path in it, asks the store nothing; it
+    may raise an ``ImportError``.
     """
 
     handover: ClassVar[Handover] = Handover.BORROWED

@@ -32,13 +32,7 @@ _AZURE_PIPE_LIMIT = 45_000 * 4 * 2**20
 
 
 def client_upload(fs: AbstractFileSystem, path: str, lean: bool, parts: multipart.Parts) -> UploadBackend:
-    """The upload of a file with the means of its file system.
-
-    Args:
-        fs: The file system.
-        path: The file's path there.
-        lean: See :func:`~lightning.fabric.storage.transport.open.open_writer`.
-        parts: The parts of an object.
+    """The upload of a file with the means of its file system. ``lean`` is that of ``open_writer``.
 
     Raises:
         ImportError: The client of the store is too old.
@@ -53,12 +47,7 @@ def client_upload(fs: AbstractFileSystem, path: str, lean: bool, parts: multipar
 
 
 class FileUpload(UploadBackend):
-    """A temporary file beside the target, which is renamed onto it, on a file system that has folders.
-
-    Args:
-        fs: The file system.
-        path: The file's path there.
-    """
+    """A temporary file beside the target, which is renamed onto it, on a file system that has folders."""
 
     def __init__(self, fs: AbstractFileSystem, path: str) -> None:
         self._fs = fs
@@ -88,7 +77,10 @@ class FileUpload(UploadBackend):
     @override
     def commit(self) -> None:
         self._file.close()
-        _check_size(self._fs, self._temporary, self._size)
+        self._fs.invalidate_cache(self._fs._parent(self._temporary))
+        found = self._fs.info(self._temporary)["size"]
+        if found is not None and found != self._size:  # before it takes the place of a file that is whole
+            raise OSError(f"{found} bytes arrived of {self._size} that were sent")
         with room_for(self._fs, self._path):
             _replace(self._fs, self._temporary, self._path)
         self._name.__exit__(None, None, None)
@@ -106,13 +98,7 @@ class FileUpload(UploadBackend):
 
 
 class PipeUpload(UploadBackend):
-    """An object that is collected in memory, and stored with one call, which uploads parts as the client sees fit.
-
-    Args:
-        fs: The file system.
-        path: The object's path there.
-        parts: Its parts.
-    """
+    """An object that is collected in memory, and stored with one call, which uploads parts as the client sees fit."""
 
     def __init__(self, fs: AbstractFileSystem, path: str, parts: multipart.Parts) -> None:
         self._fs = fs
@@ -203,20 +189,12 @@ class StreamUpload(UploadBackend):
 
 
 def _confuses_adlfs(fs: Any, path: str) -> bool:
-    """Whether adlfs raises an error after the upload: it takes brackets in the first folder for an address (IPv6)."""
+    """Returns whether adlfs fails after the upload: it takes brackets in the first folder for an address (IPv6)."""
     try:
         fs._parent(fs.split_path(path)[1])
     except ValueError:
         return True
     return False
-
-
-def _check_size(fs: AbstractFileSystem, path: str, size: int) -> None:
-    """Sees that everything arrived, before it takes the place of a file that is whole."""
-    fs.invalidate_cache(fs._parent(path))
-    found = fs.info(path)["size"]
-    if found is not None and found != size:
-        raise OSError(f"{found} bytes arrived of {size} that were sent")
 
 
 @contextmanager
@@ -256,7 +234,7 @@ def _replace(fs: AbstractFileSystem, temporary: str, path: str) -> None:
 
 
 def _clean_up(fs: AbstractFileSystem, path: str) -> None:
-    """Removes what nobody needs. Whether the save succeeded is decided by then, so a failure here is only told."""
+    """Removes what nobody needs. Whether the save succeeded is decided by then, so a failure here is only logged."""
     try:
         if kind_of(fs, path) == "file":
             fs.rm_file(path)

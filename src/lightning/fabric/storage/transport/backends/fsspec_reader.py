@@ -5,10 +5,11 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
+from typing_extensions import override
 
 from lightning.fabric.storage.paths.filesystem import info_of
 from lightning.fabric.storage.paths.location import display
-from lightning.fabric.storage.transport.ranged_file import REPLACED
+from lightning.fabric.storage.transport.ranged_file import REPLACED, Source
 from lightning.fabric.storage.transport.retry import chain, retrying, status_of
 from lightning.fabric.storage.transport.threads import Call
 
@@ -24,7 +25,7 @@ _IDENTITY = (
 
 #: Files that are being read, with their file system and who reads. The collector would have one closed that nobody else
 #: holds, perhaps in the midst of its client's own work: paramiko would wait for ever for a lock that it has itself.
-_open_files: dict[int, "tuple[weakref.ref[Source], AbstractFileSystem, Any]"] = {}
+_open_files: dict[int, "tuple[weakref.ref[FsspecSource], AbstractFileSystem, Any]"] = {}
 
 
 def close_abandoned(fs: AbstractFileSystem) -> None:
@@ -35,13 +36,8 @@ def close_abandoned(fs: AbstractFileSystem) -> None:
             file.close()
 
 
-class Source:
-    """A file to read ranges of.
-
-    Args:
-        fs: Its file system.
-        path: Its path there.
-    """
+class FsspecSource(Source):
+    """A file to read ranges of."""
 
     def __init__(self, fs: AbstractFileSystem, path: str) -> None:
         close_abandoned(fs)
@@ -63,12 +59,8 @@ class Source:
             self._file = fs.open(path, "rb")
             _open_files[id(self._file)] = (weakref.ref(self), fs, self._file)
 
+    @override
     def read_into(self, start: int, view: memoryview) -> None:
-        """Fills ``view`` with the bytes from ``start`` on.
-
-        Raises:
-            OSError: Another number of bytes came.
-        """
         data: Any
         if self._whole is not None:
             data = self._whole[start : start + len(view)]
@@ -98,12 +90,8 @@ class Source:
         data = Call(self._fs, self._fs._cat_file(self._path, start=start, end=end)).result()
         return data
 
+    @override
     def check(self) -> None:
-        """Looks whether the file is still the one that was opened.
-
-        Raises:
-            OSError: It is not.
-        """
         if self._info is None:
             return
         self._fs.invalidate_cache(self._path)
@@ -114,8 +102,8 @@ class Source:
         if any(now.get(key) != self._info.get(key) for key in _IDENTITY):
             raise OSError(REPLACED)
 
+    @override
     def close(self) -> None:
-        """Closes the file, where one was opened."""
         if self._file is not None:
             self._file.close()
             _open_files.pop(id(self._file), None)

@@ -5,7 +5,7 @@ it gets a temporary name, is finalized, compared with what was sent, and renamed
 
 The client's way to try again an append loses data without an error: it looks up where the store has got to in the
 object, and goes on from there in the memory of this one append. Here each append is tried once, and what to send next
-is found out anew. The client's way to close is not told of failures either, so it is the store that is asked for the
+is found out anew. The client's way to close does not see failures either, so it is the store that is asked for the
 size and the checksum at the end.
 """
 
@@ -51,12 +51,7 @@ def client_module(name: str) -> Any:
 
 
 class ZonalUpload(UploadBackend):
-    """An object with a temporary name, of which one slice is sent while the next one is being written.
-
-    Args:
-        fs: The file system.
-        path: The object's path there.
-    """
+    """An object with a temporary name, of which one slice is sent while the next one is being written."""
 
     handover = Handover.WHOLE_PARTS
 
@@ -137,12 +132,7 @@ class ZonalUpload(UploadBackend):
 
 
 class _Appendable:
-    """An object that grows, and the stream to it. All methods can be called again after they have failed.
-
-    Args:
-        fs: The file system.
-        path: The object's path there.
-    """
+    """An object that grows, and the stream to it. All methods can be called again after they have failed."""
 
     def __init__(self, fs: "ExtendedGcsFileSystem", path: str) -> None:
         self._fs = fs

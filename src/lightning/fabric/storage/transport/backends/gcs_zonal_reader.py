@@ -6,8 +6,10 @@ import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from lightning.fabric.storage.transport.backends.gcs_zonal import SLICE, client_module, in_time, once
-from lightning.fabric.storage.transport.ranged_file import REPLACED
+from lightning.fabric.storage.transport.ranged_file import REPLACED, Source
 from lightning.fabric.storage.transport.retry import retrying_async
 from lightning.fabric.storage.transport.threads import Call
 
@@ -17,13 +19,8 @@ if TYPE_CHECKING:
     from gcsfs.extended_gcsfs import ExtendedGcsFileSystem
 
 
-class Source:
-    """An object to read ranges of, always of the version that it had when it was opened.
-
-    Args:
-        fs: Its file system.
-        path: Its path there.
-    """
+class ZonalSource(Source):
+    """An object to read ranges of, always of the version that it had when it was opened."""
 
     parallel = True
 
@@ -57,12 +54,8 @@ class Source:
                 self._streams.append(await in_time(created))
             return self._streams[0]
 
+    @override
     def read_into(self, start: int, view: memoryview) -> None:
-        """Fills ``view`` with the bytes from ``start`` on.
-
-        Raises:
-            OSError: The object has been replaced since it was opened, or another number of bytes came.
-        """
         for at in range(0, len(view), SLICE):
             call = Call(self._fs, self._read(start + at, view[at : at + SLICE]))
             try:
@@ -91,11 +84,12 @@ class Source:
         if target.filled != len(view):
             raise ConnectionError(f"{target.filled} bytes came instead of {len(view)}")
 
+    @override
     def check(self) -> None:
         """Does nothing: every request has asked for the version that was opened."""
 
+    @override
     def close(self) -> None:
-        """Ends the stream."""
         _end(self._fs, self._streams)
 
 
@@ -116,7 +110,7 @@ async def _close(downloader: Any) -> None:
 
 
 class _Target:
-    """What the client writes a range to."""
+    """A buffer for a range, which the client writes to."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view

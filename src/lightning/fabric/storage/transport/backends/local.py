@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning.fabric.storage.paths.layout import is_shard_folder
 from lightning.fabric.storage.paths.replace import sync_folder, take_place, temporary_beside
-from lightning.fabric.storage.transport.ranged_file import REPLACED
+from lightning.fabric.storage.transport.ranged_file import REPLACED, Source
 from lightning.fabric.storage.transport.upload import LARGEST_PIECE, UploadBackend, write_all
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class LocalUpload(UploadBackend):
             self._temporary.unlink(missing_ok=True)
 
 
-class Source:
+class LocalSource(Source):
     """A file to read ranges of.
 
     Args:
@@ -74,16 +74,13 @@ class Source:
         self._version = self._ask()
         self.size, _ = self._version
 
+    # one that has taken its name since it was opened is another file, and this one is read on
     def _ask(self) -> tuple[int, int]:
         found = os.fstat(self._file.fileno())
         return found.st_size, found.st_mtime_ns
 
+    @override
     def read_into(self, start: int, view: memoryview) -> None:
-        """Fills ``view`` with the bytes from ``start`` on.
-
-        Raises:
-            OSError: The file ends before that, or the disk failed.
-        """
         done = 0
         while done < len(view):  # one call reads at most 2 GiB
             count = os.preadv(self._file.fileno(), [view[done:]], start + done)
@@ -91,19 +88,13 @@ class Source:
                 raise OSError(f"it has {start + done} bytes, and {start + len(view)} were to be read")
             done += count
 
+    @override
     def check(self) -> None:
-        """Looks whether the file has been written to since it was opened.
-
-        One that has taken its name since then is another file, and this one is read on.
-
-        Raises:
-            OSError: It has.
-        """
         if self._ask() != self._version:
             raise OSError(REPLACED)
 
+    @override
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 

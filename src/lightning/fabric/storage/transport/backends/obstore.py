@@ -16,7 +16,7 @@ from lightning.fabric.storage.transport.backends.obstore_config import leave_to_
 from lightning.fabric.storage.transport.backends.obstore_errors import is_unsupported, may_be_for_metadata, translated
 from lightning.fabric.storage.transport.backends.obstore_reader import awaited
 from lightning.fabric.storage.transport.sink import GivenUp, uploading
-from lightning.fabric.storage.transport.threads import start
+from lightning.fabric.storage.transport.threads import in_thread
 from lightning.fabric.storage.transport.upload import Handover, UploadBackend
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ObstoreUpload(UploadBackend):
         multipart.check_size(_STORES[type(self._store).__name__], size)
         self._size, self._idle = size, idle
         self._part_size = multipart.part_size(size, self._parts.smallest)
-        start("checkpoint-upload", self._outcome, self._send)
+        in_thread("checkpoint-upload", self._send, outcome=self._outcome)
         return self._part_size
 
     @override
@@ -212,7 +212,7 @@ class ObstoreUpload(UploadBackend):
                     return
                 multipart.note_unknown_outcome(reason)
             if failure not in (None, error) or "performing DELETE" in str(reason):
-                # the attempt to take the upload back has failed, too, and that is all that obstore tells
+                # the attempt to take the upload back has failed, too, and that is all that obstore says
                 multipart.warn_of_unfinished(self._name, reason)
             raise (reason if failure is None else translated(failure)) from error
 

@@ -13,7 +13,7 @@ _NOT_FOR_METADATA = (401, 404, 405, 408, 411, 429)
 
 
 def is_unsupported(error: Exception) -> bool:
-    """Whether a store does not know what obstore asks for, or answers in a way that obstore does not take.
+    """Returns whether a store does not know what obstore asks for, or answers in a way that obstore does not take.
 
     Args:
         error: As :func:`translated`.
@@ -27,13 +27,13 @@ def is_unsupported(error: Exception) -> bool:
 
 
 def may_be_for_metadata(error: Exception) -> bool:
-    """Whether a store may have refused a request for the metadata in it; ``error`` is as :func:`translated`."""
+    """Returns whether a store may have refused a request for the metadata in it; ``error`` is as :func:`translated`."""
     status = _status(str(error)) or 0
     return 400 <= status < 500 and status not in _NOT_FOR_METADATA and not re.search(_OF_THE_MOMENT, str(error))
 
 
 def is_out_of_range(error: Exception) -> bool:
-    """Whether an object has no such bytes; ``error`` is as :func:`translated`."""
+    """Returns whether an object has no such bytes; ``error`` is as :func:`translated`."""
     return _status(str(error)) == 416
 
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from fsspec import AbstractFileSystem
+from typing_extensions import override
 
 from lightning.fabric.storage.transport import retry
 from lightning.fabric.storage.transport.backends import fsspec_reader
 from lightning.fabric.storage.transport.backends.obstore_config import leave_to_client
 from lightning.fabric.storage.transport.backends.obstore_errors import is_out_of_range, is_unsupported, translated
-from lightning.fabric.storage.transport.ranged_file import REPLACED
+from lightning.fabric.storage.transport.ranged_file import REPLACED, Source
 from lightning.fabric.storage.transport.threads import in_thread, wait_until_done
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: How long a store may take before the log says so.
+#: Seconds that a store may take before that is logged.
 _PATIENCE_WITH_STORES_S = 10
 _CHUNK = 2**20
 
@@ -32,7 +33,7 @@ class _Replaced(OSError):
     """Another version is there, which the store has not said by itself."""
 
 
-class Source:
+class ObstoreSource(Source):
     """An object to read ranges of: through the client of its file system, where the store does not answer as it should.
 
     Args:
@@ -50,14 +51,14 @@ class Source:
         self._store = store
         self._name = name
         self._turning = threading.Lock()
-        self._client: fsspec_reader.Source | None = None
+        self._client: fsspec_reader.FsspecSource | None = None
         try:
             self._version = self._ask()
         except Exception as error:
             reason = translated(error)
             if not is_unsupported(reason):
                 raise reason from error
-            self._client = fsspec_reader.Source(fs, path)
+            self._client = fsspec_reader.FsspecSource(fs, path)
             leave_to_client(fs, path, reason, reading=True)
             self.size = self._client.size
             return
@@ -71,12 +72,8 @@ class Source:
         meta = awaited(in_thread("checkpoint-read", obstore.head, self._store, self._name), self._name)
         return meta["size"], meta["e_tag"], meta["last_modified"]
 
+    @override
     def read_into(self, start: int, view: memoryview) -> None:
-        """Fills ``view`` with the bytes from ``start`` on.
-
-        Raises:
-            OSError: The object has changed since it was opened, or another number of bytes came.
-        """
         if self._client is None:
             try:
                 self._read_into(start, view)
@@ -112,17 +109,13 @@ class Source:
     def _turn_to_client(self, reason: Exception) -> None:
         with self._turning:
             if self._client is None:
-                client = fsspec_reader.Source(self._fs, self._path)
+                client = fsspec_reader.FsspecSource(self._fs, self._path)
                 self._check_version()  # so the client has opened the same one
                 self._client = client
                 leave_to_client(self._fs, self._path, reason, reading=True)
 
+    @override
     def check(self) -> None:
-        """Looks whether the object is the one that was opened, unless every answer was of that version.
-
-        Raises:
-            OSError: It is not.
-        """
         if self._client is not None:
             self._client.check()
         elif self._etag is None:
@@ -135,14 +128,14 @@ class Source:
         if self._ask() != self._version:
             raise _Replaced(REPLACED)
 
+    @override
     def close(self) -> None:
-        """Does nothing but for the client: the store's connections are those of all its objects."""
         if self._client is not None:
             self._client.close()
 
 
 def awaited(outcome: concurrent.futures.Future[_T], name: str, idle: Callable[[], None] = lambda: None) -> _T:
-    """What a call returns, which may go on for minutes without a word where a store does not answer."""
+    """Returns the result of a call, which may go on for minutes without a word where a store does not answer."""
     wait_until_done(outcome, idle, _PATIENCE_WITH_STORES_S)
     if not outcome.done():
         log.warning(

@@ -23,12 +23,7 @@ def can_write(fs: AbstractFileSystem) -> bool:
 
 
 class MultipartUpload:
-    """The requests of a multipart upload, each of which is tried again. Its coroutines run in the loop of ``fs``.
-
-    Args:
-        fs: The file system.
-        path: The object's path there.
-    """
+    """The requests of a multipart upload, each of which is tried again. Its coroutines run in the loop of ``fs``."""
 
     def __init__(self, fs: "S3FileSystem", path: str) -> None:
         bucket, key, _ = fs.split_path(path)
@@ -103,13 +98,7 @@ class MultipartUpload:
 
 
 class S3Upload(UploadBackend):
-    """A multipart upload, or a single request if the file is small.
-
-    Args:
-        fs: The file system.
-        path: The object's path there.
-        parts: Its parts.
-    """
+    """A multipart upload, or a single request if the file is small."""
 
     handover = Handover.WHOLE_PARTS
 

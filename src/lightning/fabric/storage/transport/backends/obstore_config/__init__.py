@@ -36,12 +36,12 @@ _TRANSLATIONS = {
 #: The first release with all options that are needed.
 _MINIMUM = "0.11"
 _OBSTORE = RequirementCache(f"obstore>={_MINIMUM}")
-#: What obstore refuses in a name, or takes for another name.
+#: Names that obstore refuses, or takes for others.
 _UNFIT_NAME = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|[\x00-\x1f\x7f]|[\ud800-\udfff]")
 
 #: Stores by the id of their file system, which may be equal to another one; then by bucket and use.
 _stores: dict[int, dict[tuple[str, bool], tuple[Any, "ObjectStore | NotNative"]]] = {}
-_told: set[str] = set()
+_logged: set[str] = set()
 _forked = False
 
 
@@ -72,7 +72,7 @@ def native_store(fs: AbstractFileSystem, path: str, reading: bool = False) -> tu
             raise NotNative("obstore knows no names with empty, `.` or `..` segments or control characters")
         return _store(fs, known, path, reading), name
     except NotNative as reason:
-        _tell_of(fs, reason)
+        _log_once(fs, reason)
         return None
 
 
@@ -89,7 +89,7 @@ def leave_to_client(fs: AbstractFileSystem, path: str, reason: Exception, readin
     refusal = NotNative(f"what the store of {bucket!r} answers is not what obstore takes ({display(str(reason))})")
     connection = _translation(_TRANSLATIONS[_name(type(fs))]).connection(fs)
     _stores_of(fs)[bucket, reading] = connection, refusal
-    _tell_of(fs, refusal)
+    _log_once(fs, refusal)
 
 
 def _store(fs: AbstractFileSystem, known: str, path: str, reading: bool) -> "ObjectStore":
@@ -145,10 +145,10 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_note_fork)
 
 
-def _tell_of(fs: AbstractFileSystem, reason: NotNative) -> None:
+def _log_once(fs: AbstractFileSystem, reason: NotNative) -> None:
     message = f"Transfers with {type(fs).__name__} go through fsspec and not through obstore: {reason}."
-    if message not in _told:
-        _told.add(message)
+    if message not in _logged:
+        _logged.add(message)
         log.info(message)
 
 

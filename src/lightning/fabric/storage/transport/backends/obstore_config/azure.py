@@ -15,7 +15,7 @@ from lightning.fabric.storage.transport.backends.obstore_config.common import No
 if TYPE_CHECKING:
     from obstore.store import AzureStore
 
-#: What the client has made of these is asked for below; the others make no difference to transfers without adlfs.
+#: The client is asked below for its view of these; the others make no difference to transfers without adlfs.
 _OPTIONS = {
     *("account_name", "account_key", "connection_string", "credential", "sas_token", "anon", "account_host"),
     *("client_id", "client_secret", "tenant_id", "location_mode", "connection_timeout", "read_timeout"),
@@ -32,7 +32,7 @@ _SCOPE = "https://storage.azure.com/.default"
 
 
 def connection(fs: AzureBlobFileSystem) -> Any:
-    """What stores are made from. A file system that connects again needs new ones."""
+    """Returns what stores are made from. A file system that connects again needs new ones."""
     return fs.service_client
 
 

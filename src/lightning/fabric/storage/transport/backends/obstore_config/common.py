@@ -1,4 +1,4 @@
-"""What the translations for the three stores share."""
+"""Parts of the translations for the three stores."""
 
 import os
 import ssl
@@ -12,13 +12,13 @@ from urllib.request import getproxies, proxy_bypass
 from lightning.fabric.storage.transport import retry
 
 CONNECT_TIMEOUT_S = 20
-#: How long a store may take to begin its answer, or to go on with it.
+#: Seconds that a store may take to begin its answer, or to go on with it.
 READ_TIMEOUT_S = 60
 #: The same for a store to write to, where the time until the answer begins includes that of the upload. It is meant for
 #: a server that never answers: one that takes no more bytes is noticed by the system after half a minute (obstore sets
 #: TCP_USER_TIMEOUT). Parts of 32 MiB on sixteen connections need 5 Mbit/s, one of 5 GiB on its own 48 Mbit/s.
 UPLOAD_TIMEOUT_S = 900
-#: How long to wait for the client's event loop to come up with credentials.
+#: Seconds to wait for the client's event loop to come up with credentials.
 CREDENTIALS_TIMEOUT_S = 60
 
 #: obstore asks for new credentials five minutes before the old ones expire. This makes it ask every minute, since it
@@ -73,7 +73,7 @@ def build(
 
     Args:
         kind: The class of obstore's.
-        config: As it takes it.
+        config: Its configuration.
         client_options: See :func:`client_options`.
         credentials: A provider of credentials. None if ``config`` says not to sign.
 
@@ -112,7 +112,7 @@ def client_options(
     connect_s: float | None,
     read_s: float | None,
 ) -> dict[str, Any]:
-    """How a store connects to ``url``.
+    """The options of a store that connects to ``url``.
 
     Args:
         url: The store's endpoint.

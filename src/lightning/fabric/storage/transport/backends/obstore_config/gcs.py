@@ -13,7 +13,7 @@ from lightning.fabric.storage.transport.backends.obstore_config.common import No
 if TYPE_CHECKING:
     from obstore.store import GCSStore
 
-#: What the instance has made of these is asked for below; the others make no difference to transfers without gcsfs.
+#: The instance is asked below for its view of these; the others make no difference to transfers without gcsfs.
 _OPTIONS = {
     *("project", "access", "token", "endpoint_url", "requester_pays", "session_kwargs", "consistency"),
     *("block_size", "cache_timeout", "secure_serialize", "check_connection", "default_location"),
@@ -30,7 +30,7 @@ _VARIABLES = {
 
 
 def connection(fs: GCSFileSystem) -> Any:
-    """What stores are made from. A file system that connects again needs new ones."""
+    """Returns what stores are made from. A file system that connects again needs new ones."""
     return fs.credentials.credentials, fs._location
 
 

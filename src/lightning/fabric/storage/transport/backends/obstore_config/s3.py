@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 #: Whoever sets this one wants checksums, or has to send them, as to a bucket with Object Lock. The client's default is
 #: the same, but says nothing about that.
 _CHECKSUMS = "request_checksum_calculation"
-#: How many connections botocore keeps by default. Who sets fewer means a limit, which obstore has not.
+#: Connections that botocore keeps by default. Who sets fewer means a limit, which obstore has not.
 _CONNECTIONS = 10
-#: What the client has made of these is asked for below; the others make no difference to transfers without s3fs.
+#: The client is asked below for its view of these; the others make no difference to transfers without s3fs.
 _OPTIONS = {
     *("anon", "endpoint_url", "key", "secret", "token", "username", "password", "use_ssl", "profile", "cache_regions"),
     *("client_kwargs", "config_kwargs", "s3_additional_kwargs", "requester_pays"),
@@ -76,7 +76,7 @@ class _Target(NamedTuple):
 
 
 def connection(fs: S3FileSystem) -> Any:
-    """What stores are made from. A file system that connects again, or has other credentials, needs new ones."""
+    """Returns what stores are made from. A file system with another connection or credentials needs new ones."""
     credentials = getattr(getattr(fs._s3, "_request_signer", None), "_credentials", None)
     if credentials is None or not is_kept_current(credentials):
         return fs._s3
