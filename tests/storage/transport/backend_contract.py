@@ -4,6 +4,7 @@ A backend joins by a subclass with a fixture ``target`` and a method ``reaching`
 :mod:`tests.storage.transport.test_backends`.
 """
 
+import gc
 import importlib
 import os
 import signal
@@ -195,12 +196,12 @@ class BackendContract:
         if step not in self.interruptible:
             pytest.skip(f"{step} cannot be interrupted without a trace")
         target.outside.put(NAME, OLD)
+        gc.collect()  # a finalizer would swallow the interruption
         with self.at(step, self._once(interrupt), monkeypatch), pytest.raises(KeyboardInterrupt):
             self._upload(target, content)
-        after = target.outside.get(NAME)
-        target.assert_is(OLD, *([content] if step == "commit" else []))
         time.sleep(0.5)  # what goes on behind the caller's back would be complete by now
-        target.assert_is(after)
+        # a server that has all of a request answers it to nobody
+        target.assert_is(OLD, *([content] if step == "commit" else []))
 
     def test_a_long_wait_can_be_ended(self, target: Target, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
         if not self.has_idle_waits:
