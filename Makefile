@@ -79,8 +79,9 @@ lint: setup
 demo: setup
 	$(BIN)/python demo/run.py
 
-# Ours in .venv, beside stock releases in environments of their own; takes more than an hour. One part after the other,
-# whatever `make -j` says.
+# Ours in .venv, beside stock releases in environments of their own; takes about 45 minutes, and less where RUNS says how
+# often a figure is measured at most. One part after the other, whatever `make -j` says.
+RUNS ?= 5
 bench: setup $(STOCK_STAMPS) $(PLOT_STAMP)
 	$(MAKE) bench-files
 	$(MAKE) bench-sharded
@@ -93,7 +94,7 @@ bench-sharded: PICTURE := docs/benchmarks-sharded.svg
 bench-async: RELEASES := upstream
 bench-async: PICTURE := docs/benchmarks-async.svg
 bench-files bench-sharded bench-async: bench-%: setup $(STOCK_STAMPS) $(PLOT_STAMP)
-	$(BIN)/python benchmarks/run.py --only $* --results $(BENCH)/$*.json \
+	$(BIN)/python benchmarks/run.py --only $* --runs $(RUNS) --results $(BENCH)/$*.json \
 	  $(RELEASES:%=--beside $(BENCH)/%/bin/python)
 	$(BIN)/python benchmarks/report.py $(BENCH)/$*.json docs/benchmarks.md
 	$(BENCH)/plot/bin/python benchmarks/plot.py $(BENCH)/$*.json $(PICTURE)
@@ -104,7 +105,7 @@ bench-scale: setup $(BENCH)/upstream/stock-$(call checksum,requirements) $(PLOT_
 	$(BIN)/python benchmarks/scale/validate.py benchmarks/scale/measured/validation.json \
 	  --beside $(BENCH)/upstream/bin/python
 	$(BIN)/python benchmarks/scale/scenarios.py $(BENCH)/scale.json --page docs/scale.md
-	$(BENCH)/plot/bin/python benchmarks/scale/draw.py $(BENCH)/scale.json docs/scale.svg
+	$(BENCH)/plot/bin/python benchmarks/plot.py $(BENCH)/scale.json docs/scale.svg
 
 # Both distributions in .venv from linked sources, until a change of the sources makes `make setup` install wheels again.
 dev: setup

@@ -1,15 +1,20 @@
-"""What is measured: every figure by name, and how much of it."""
+"""What is measured, how often, and how it is shown: every figure by name."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 #: The ranks of a sharded checkpoint, all on this machine.
 RANKS = 2
+#: Paths of checkpoints that are discarded, of one that is loaded again, and of one on a disk.
+FILE, FOLDER = "s3://sink/x.ckpt", "s3://sink/{release}-{run}.ckpt"
+SAVED, DISK = "s3://store/{release}.ckpt", "checkpoints/x.ckpt"
+#: How often something is measured: what varied by more than half between runs, by more than a tenth, and by less.
+OFTEN, SOMETIMES, TWICE = 5, 3, 2
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """How much is measured, and how often."""
 
     mib: int = 1024
     tensor_mib: int = 64
@@ -20,107 +25,213 @@ class Sizes:
     small_tensors: int = 2000
     small_kib: int = 64
     kinds: int = 8
-    runs: int = 5
-    memory_runs: int = 2
-    sharded_runs: int = 3
-    long_runs: int = 2
     state_mib: int = 2048
     saves: int = 4
     steps: int = 300
     slow_megabytes_per_s: int = 25
-    background_runs: int = 5
+    most_runs: int = OFTEN
 
 
-QUICK = Sizes(
-    mib=32, tensor_mib=8, large_mib=48, small_tensors=40, state_mib=32, saves=2, steps=10,
-    runs=1, memory_runs=1, sharded_runs=1, long_runs=1, background_runs=1,
-)  # fmt: skip
+QUICK = Sizes(mib=32, tensor_mib=8, large_mib=48, small_tensors=40, state_mib=32, saves=2, steps=10, most_runs=1)
 #: The ways of torch to save in the background, as columns, with what asks for them. The second does not take FSDP1's.
 TORCH = {"dcp.async_save": {"way": "torch"}}
 TORCH_KEPT = {"dcp.async_save, memory kept": {"way": "torch, kept"}}
 
 
 @dataclass(frozen=True)
+class Row:
+    """A number to show."""
+
+    key: str  #: its name in each run
+    label: str  #: its name in the table
+    unit: str
+    is_drawn: bool = False  #: whether it has a panel in the plot
+    is_compared: bool = True  #: whether it says something about a release
+    percentile: int | None = None  #: what is shown of all numbers, in percent, for the median and the extremes
+
+
+@dataclass(frozen=True)
 class Figure:
-    """One measurement of ``client.py``, and what it needs.
+    """One measurement of ``client.py``, what it needs, and what is shown of it."""
 
-    Attributes:
-        measure: Which one.
-        place: The checkpoint's path; in ``{release}`` and ``{run}`` goes what is different in each.
-        arguments: More of its arguments.
-        runs: How often each release is measured.
-        signed: Whether bodies are signed.
-        link: Options of the server.
-        prepare: The measurement that makes the object which this one loads, once for each place.
-        ranks: How many processes measure together.
-        others: Columns beside the releases: what the environment of this Lightning measures as well, with what is
-            different in its arguments.
-    """
-
-    measure: str
-    place: str
-    arguments: dict[str, Any]
-    runs: int
-    signed: bool = False
-    link: tuple[str, ...] = ()
-    prepare: str = ""
-    ranks: int = 1
+    measure: str  #: its name there
+    place: str  #: the checkpoint's path; in ``{release}`` and ``{run}`` goes what is different in each
+    arguments: dict[str, Any]  #: more of its arguments
+    runs: int  #: how often each release is measured, unless all are measured less often
+    rows: tuple[Row, ...] = ()
+    timing: str = ""  #: its name in the table of what limits it, if it has a place there
+    is_signed: bool = False  #: whether bodies are signed
+    link: dict[str, float] = field(default_factory=dict)  #: what lies before the server
+    prepare: str = ""  #: the measurement that makes the object which this one loads, once for each place
+    ranks: int = 1  #: how many processes measure together
+    #: Columns beside the releases: what this Lightning's environment measures as well, with other arguments.
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def file_figures(sizes: Sizes) -> dict[str, Figure]:
-    """Checkpoints that are one file, by name."""
-    tensors = {"mib": sizes.mib, "tensor_mib": sizes.tensor_mib}
-    large = {"mib": sizes.large_mib, "tensor_mib": sizes.tensor_mib}
-    runs, few, link = sizes.runs, sizes.memory_runs, link_options(sizes)
+def amount(mib: int) -> str:
+    return f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib} MiB"
+
+
+def all_figures(sizes: Sizes) -> dict[str, dict[str, Figure]]:
+    """The figures of each part by name."""
+    parts = {"files": of_files(sizes), "sharded": of_shards(sizes), "async": in_background(sizes)}
     return {
-        "save": Figure("save", "s3://sink/x.ckpt", tensors, runs),
-        "signed": Figure("save", "s3://sink/x.ckpt", tensors, runs, signed=True),
-        "large": Figure("save", "s3://sink/x.ckpt", large, few),
-        "hold_up": Figure("hold_up", "s3://sink/x.ckpt", tensors, runs),
-        "load": Figure("load", "s3://store/x.ckpt", tensors, runs, link=link, prepare="save"),
-        "resume": Figure("resume", "s3://store/x.ckpt", {"mib": sizes.mib}, few, prepare="save_training"),
-        "fit": Figure("fit", "s3://store/{release}-{run}", {"epochs": sizes.epochs}, few),
-        "local": Figure("save_local", "checkpoints/x.ckpt", tensors, runs),
+        part: {name: replace(figure, runs=min(figure.runs, sizes.most_runs)) for name, figure in figures.items()}
+        for part, figures in parts.items()
     }
 
 
-def sharded_figures(sizes: Sizes) -> dict[str, Figure]:
-    """Checkpoints that every rank has a part of, by name; each release loads what it has saved."""
+def of_files(sizes: Sizes) -> dict[str, Figure]:
+    """Checkpoints that are one file."""
+    size, tensors = amount(sizes.mib), {"mib": sizes.mib, "tensor_mib": sizes.tensor_mib}
+    saves = (
+        Row("cpu_s", f"Save of {size} to S3, body unsigned: processor time", "s", True),
+        Row("wall_s", "... wall time", "s", True),
+        Row("memory_mib", "... extra memory", "MiB", True),
+    )
+    signed = (
+        Row("cpu_s", f"Save of {size} to S3, body signed: processor time", "s", True),
+        Row("wall_s", "... wall time", "s"),
+    )
+    large = Row("memory_mib", f"Save of {amount(sizes.large_mib)} to S3: extra memory", "MiB", True)
+    delays = (
+        Row("longest_ms", f"Longest delay of the main thread while another saves {size}", "ms", True),
+        Row("p99_ms", "... 99th percentile", "ms"),
+        Row("idle_longest_ms", "... longest while the other is idle (control)", "ms", is_compared=False),
+        Row("idle_p99_ms", "... 99th percentile of the control", "ms", is_compared=False),
+    )
+    restores = (
+        Row("wall_s", f"Restore of {size}, {describe_link(sizes)}: wall time", "s", True),
+        Row("cpu_s", "... processor time", "s"),
+        Row("memory_mib", "... extra memory", "MiB"),
+    )
+    resumes = (
+        Row("restore_mib", f"Training state of {size} restored: extra memory until then", "MiB"),
+        Row("step_mib", "... and during the first step after that", "MiB", True),
+    )
+    requests = Row("requests", f"Requests of a fit of {sizes.epochs} epochs", "", True)
+    local = (
+        Row("wall_s", f"Save of {size} to a local disk: wall time of the call", "s"),
+        Row("durable_s", "... wall time until it is on the disk", "s", True),
+        Row("cpu_s", "... processor time of the call", "s"),
+    )
+    imports = Row("cpu_s", "`import lightning`: processor time", "s")
+    large_tensors, fits, saved = {**tensors, "mib": sizes.large_mib}, {"epochs": sizes.epochs}, "s3://store/x.ckpt"
+    return {
+        "save": Figure("save", FILE, tensors, SOMETIMES, saves, "save, unsigned"),
+        "signed": Figure("save", FILE, tensors, TWICE, signed, "save, signed", is_signed=True),
+        "large": Figure("save", FILE, large_tensors, TWICE, (large,)),
+        "hold_up": Figure("hold_up", FILE, tensors, OFTEN, delays),
+        "load": Figure("load", saved, tensors, TWICE, restores, "restore", link=far(sizes), prepare="save"),
+        "resume": Figure("resume", saved, {"mib": sizes.mib}, TWICE, resumes, prepare="save_training"),
+        "fit": Figure("fit", "s3://store/{release}-{run}", fits, TWICE, (requests,)),
+        "local": Figure("save_local", DISK, tensors, OFTEN, local),
+        "import": Figure("import", "", {}, SOMETIMES, (imports,)),
+    }
+
+
+def of_shards(sizes: Sizes) -> dict[str, Figure]:
+    """Checkpoints that every rank has a part of; each release loads what it has saved."""
+    size, memory, processors = amount(sizes.mib), "... extra memory of a rank", "... processor time of both ranks"
+    small = f"{sizes.small_tensors} tensors of {sizes.small_kib} KiB a rank, {sizes.latency_ms} ms"
+    saves = (
+        Row("cpu_s_per_gib", f"FSDP2, save of {size} a rank to S3: processor time per GiB", "s", True),
+        Row("wall_s", "... wall time", "s"),
+        Row("memory_mib", memory, "MiB", True),
+    )
+    trainer_saves = Row("memory_mib", f"{memory} in `Trainer.save_checkpoint`", "MiB")
+    fsdp1_saves = (
+        Row("cpu_s_per_gib", "FSDP1, the same save: processor time per GiB", "s"),
+        Row("wall_s", "... wall time", "s"),
+        Row("memory_mib", memory, "MiB", True),
+    )
+    in_order = (Row("requests", f"Restore of {small}: requests", ""), Row("wall_s", "... wall time", "s", True))
+    in_another = (
+        Row("requests", f"The same, saved in the order of {sizes.kinds} kinds of tensors: requests", "", True),
+        Row("wall_s", "... wall time", "s", True),
+    )
+    restores = (
+        Row("wall_s", f"Restore of {size} a rank, {describe_link(sizes)}: wall time", "s", True),
+        Row("cpu_s", processors, "s"),
+        Row("memory_mib", memory, "MiB"),
+    )
+    local = (
+        Row("save_wall_s", f"Save of {size} a rank to a local disk: wall time", "s", True),
+        Row("save_cpu_s", processors, "s"),
+        Row("save_memory_mib", memory, "MiB"),
+        Row("load_wall_s", "Restore of it: wall time", "s", True),
+        Row("load_cpu_s", processors, "s"),
+        Row("load_memory_mib", memory, "MiB"),
+    )
     fsdp2, fsdp1 = ({"strategy": name, "mib": sizes.mib} for name in ("fsdp2", "fsdp1"))
-    small = {"tensors": sizes.small_tensors, "kib": sizes.small_kib, "kinds": 1}
-    sink, store = "s3://sink/{release}-{run}.ckpt", "s3://store/{release}.ckpt"
-    mixed = {**small, "kinds": sizes.kinds}
-    runs, few, link = sizes.sharded_runs, sizes.long_runs, link_options(sizes)
-    latency = link[:2]
-    return {
-        "sharded_save": Figure("save_shards", sink, fsdp2, runs, ranks=RANKS),
-        "sharded_trainer": Figure("save_shards_by_trainer", sink, {"mib": sizes.mib}, runs, ranks=RANKS),
-        "sharded_fsdp1": Figure("save_shards", sink, fsdp1, runs, ranks=RANKS),
-        "sharded_small": Figure("load_small", store, small, runs, link=latency, prepare="save_small", ranks=RANKS),
-        "sharded_mixed": Figure("load_small", store, mixed, few, link=latency, prepare="save_small", ranks=RANKS),
-        "sharded_load": Figure("load_shards", store, fsdp2, runs, link=link, prepare="save_shards", ranks=RANKS),
-        "sharded_local": Figure("shards_on_disk", "checkpoints/x.ckpt", fsdp2, runs, ranks=RANKS),
-    }
-
-
-def background_figures(sizes: Sizes) -> dict[str, Figure]:
-    """Saves that go on while training does, by name."""
-    whole = {"mib": sizes.state_mib, "tensor_mib": sizes.tensor_mib, "way": "plugin"}
-    shards = {"mib": sizes.mib, "saves": sizes.saves, "way": "plugin"}
-    slow = ("--megabytes-per-s", str(sizes.slow_megabytes_per_s))
-    sink, runs = "s3://sink/{release}-{run}.ckpt", sizes.background_runs
-    both = TORCH | TORCH_KEPT
-    return {
-        "stall": Figure("stall_of_file", sink, {**whole, "saves": sizes.saves}, runs, others=both),
-        "stall_fsdp2": Figure("stall_of_shards", sink, {**shards, "strategy": "fsdp2"}, runs, ranks=RANKS, others=both),
-        "stall_fsdp1": Figure(
-            "stall_of_shards", sink, {**shards, "strategy": "fsdp1"}, runs, ranks=RANKS, others=TORCH
+    ordered = {"tensors": sizes.small_tensors, "kib": sizes.small_kib, "kinds": 1}
+    mixed, near = {**ordered, "kinds": sizes.kinds}, {"latency_ms": float(sizes.latency_ms)}
+    order, another = "small tensors in the order of the file", "small tensors in another order"
+    figures = {
+        "sharded_save": Figure("save_shards", FOLDER, fsdp2, SOMETIMES, saves, "save, FSDP2"),
+        "sharded_trainer": Figure("save_shards_by_trainer", FOLDER, {"mib": sizes.mib}, TWICE, (trainer_saves,)),
+        "sharded_fsdp1": Figure("save_shards", FOLDER, fsdp1, TWICE, fsdp1_saves, "save, FSDP1"),
+        "sharded_small": Figure("load_small", SAVED, ordered, SOMETIMES, in_order, order, False, near, "save_small"),
+        "sharded_mixed": Figure("load_small", SAVED, mixed, TWICE, in_another, another, False, near, "save_small"),
+        "sharded_load": Figure(
+            "load_shards", SAVED, fsdp2, SOMETIMES, restores, "restore", False, far(sizes), "save_shards"
         ),
-        "steps": Figure("steps_beside_a_save", sink, {**whole, "steps": sizes.steps}, runs, link=slow, others=TORCH),
+        "sharded_local": Figure("shards_on_disk", DISK, fsdp2, SOMETIMES, local),
+    }
+    return {name: replace(figure, ranks=RANKS) for name, figure in figures.items()}
+
+
+def in_background(sizes: Sizes) -> dict[str, Figure]:
+    """Saves that go on while training does."""
+    state = amount(sizes.state_mib)
+    file_stalls = stall_rows(f"State of {state} in one file", " (at most 1.5 is aimed at)", memory_is_drawn=True)
+    fsdp2_stalls = stall_rows(f"FSDP2, {amount(sizes.mib)} a rank, sharded", " (at most 2 is aimed at)")
+    fsdp1_stalls = (
+        *stall_rows("FSDP1, the same", ""),
+        Row("collected_s", "... FSDP1's own `state_dict` and `optim_state_dict`", "s", is_compared=False),
+        Row("rest_ratio", "... stall without these / copy (at most 4 is aimed at)", ""),
+    )
+    steps = (
+        Row("without_ms", "A step of training in one thread, no save", "ms", is_compared=False),
+        Row("during_ms", f"... while {state} are uploaded", "ms"),
+        Row("ratio", "... with / without (at most 1.1 is aimed at)", "", True),
+        Row("idle_ratio", "... without, again / without (control)", "", is_compared=False),
+        Row("steps_ms", "... 99th percentile, during the upload", "ms", percentile=99),
+        Row("idle_steps_ms", "... 99th percentile, no save (control)", "ms", is_compared=False, percentile=99),
+        Row("longest_ms", "... longest, during the upload", "ms"),
+        Row("idle_longest_ms", "... longest, no save (control)", "ms", is_compared=False),
+        Row("uploaded_s", "... time from the save to its end", "s"),
+    )
+    whole = {"mib": sizes.state_mib, "tensor_mib": sizes.tensor_mib, "way": "plugin"}
+    stalling, stepping = {**whole, "saves": sizes.saves}, {**whole, "steps": sizes.steps}
+    fsdp2 = {"mib": sizes.mib, "saves": sizes.saves, "way": "plugin", "strategy": "fsdp2"}
+    fsdp1, slow = {**fsdp2, "strategy": "fsdp1"}, {"megabytes_per_s": float(sizes.slow_megabytes_per_s)}
+    both, name = TORCH | TORCH_KEPT, "stall_of_shards"
+    return {
+        "stall": Figure("stall_of_file", FOLDER, stalling, SOMETIMES, file_stalls, others=both),
+        "stall_fsdp2": Figure(name, FOLDER, fsdp2, SOMETIMES, fsdp2_stalls, ranks=RANKS, others=both),
+        "stall_fsdp1": Figure(name, FOLDER, fsdp1, TWICE, fsdp1_stalls, ranks=RANKS, others=TORCH),
+        "steps": Figure("steps_beside_a_save", FOLDER, stepping, TWICE, steps, link=slow, others=TORCH),
     }
 
 
-def link_options(sizes: Sizes) -> tuple[str, ...]:
+def stall_rows(what: str, aim: str, memory_is_drawn: bool = False) -> tuple[Row, ...]:
+    return (
+        Row("first_s", f"{what}: stall of the first save", "s"),
+        Row("stalls_s", "... of the later ones", "s"),
+        Row("stalls_s", "... 99th percentile of these", "s", percentile=99),
+        Row("copies_s", "... `copy_` of the state in one thread (control)", "s", is_compared=False),
+        Row("ratio", f"... stall of the later ones / copy{aim}", "", True),
+        Row("saved_s", "... until a later one is saved", "s"),
+        Row("memory_mib", "... extra memory while saving", "MiB", memory_is_drawn),
+        Row("kept_mib", "... and after it", "MiB", is_compared=False),
+    )
+
+
+def far(sizes: Sizes) -> dict[str, float]:
     """Has the server be far away."""
-    return ("--latency-ms", str(sizes.latency_ms), "--megabytes-per-s", str(sizes.megabytes_per_s))
+    return {"latency_ms": sizes.latency_ms, "megabytes_per_s": sizes.megabytes_per_s}
+
+
+def describe_link(sizes: Sizes) -> str:
+    return f"{sizes.latency_ms} ms and {sizes.megabytes_per_s} MB/s a connection"

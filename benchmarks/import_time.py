@@ -1,17 +1,12 @@
-"""How long `import lightning` takes, beside stock Lightning of the same release in the same environment.
+"""Measures how long `import lightning` takes, beside stock Lightning of the same release in the same environment."""
 
-Run it with ``.venv/bin/python benchmarks/import_time.py [--runs N]`` after ``make setup``.
-"""
-
-import argparse
+import importlib.util
 import io
 import os
 import resource
 import shutil
-import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import zipfile
 from pathlib import Path
@@ -21,55 +16,38 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from build_backend.distribution import LIGHTNING, PYTORCH_LIGHTNING
 from build_backend.upstream import read_pin, read_pristine_wheel
 
-STOCK_VERSION = read_pin(LIGHTNING).version
+STOCK = f"stock {read_pin(LIGHTNING).version}"
 
 
-def cpu_seconds(module: str, folder: Path) -> float:
-    """CPU time of a fresh interpreter that imports ``module`` from ``folder``."""
+def cpu_seconds(folder: Path) -> float:
+    """CPU time of a fresh interpreter that imports Lightning from ``folder``."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    subprocess.run([sys.executable, "-c", f"import {module}"], check=True, env=environment, cwd=folder)
+    subprocess.run([sys.executable, "-c", "import lightning"], check=True, env=environment, cwd=folder)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def lay_out(folder: Path) -> dict[str, Path]:
+def lay_out(stock: Path, ours: Path) -> None:
     """Puts the packages of both into folders of the same kind."""
-    folders = {"stock": folder / "stock", "ours": folder / "ours"}
     for distribution in (LIGHTNING, PYTORCH_LIGHTNING):
         with zipfile.ZipFile(io.BytesIO(read_pristine_wheel(distribution))) as archive:
-            archive.extractall(folders["stock"])
+            archive.extractall(stock)
         for package in distribution.packages:
-            installed = Path(sysconfig.get_path("purelib")) / package
-            shutil.copytree(installed, folders["ours"] / package, ignore=shutil.ignore_patterns("__pycache__"))
-    return folders
+            found = importlib.util.find_spec(package)
+            assert found is not None
+            assert found.origin is not None
+            shutil.copytree(Path(found.origin).parent, ours / package, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def measure(module: str, runs: int) -> dict[str, list[float]]:
+def measure(runs: int) -> dict[str, list[dict[str, float]]]:
     """CPU seconds of each run of both, in turn, so that what else the machine does meets both alike."""
     with tempfile.TemporaryDirectory() as temporary:
-        folders = lay_out(Path(temporary))
-        times: dict[str, list[float]] = {name: [] for name in folders}
+        folders = {STOCK: Path(temporary, "stock"), "ours": Path(temporary, "ours")}
+        lay_out(*folders.values())
+        times: dict[str, list[dict[str, float]]] = {name: [] for name in folders}
         for run in range(runs + 1):
             for name, folder in folders.items():
-                seconds = cpu_seconds(module, folder)
-                times[name] += [seconds] if run else []  # the first writes the bytecode
+                seconds = cpu_seconds(folder)
+                times[name] += [{"cpu_s": seconds}] if run else []  # the first writes the bytecode
     return times
-
-
-def main() -> None:
-    """Prints what both take."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=15, help="measured runs of each (default: 15)")
-    runs = parser.parse_args().runs
-    print(f"CPU seconds of an import, median and minimum of {runs} runs each, in turn, after one unmeasured run")
-    for module in ("lightning", "pytorch_lightning"):
-        times = measure(module, runs)
-        middle = {name: statistics.median(values) for name, values in times.items()}
-        for name, values in times.items():
-            print(f"{module:18} {name:6} median {middle[name]:.3f}  minimum {min(values):.3f}")
-        print(f"{module:18} ours/stock {middle['ours'] / middle['stock']:.3f} (stock {STOCK_VERSION})")
-
-
-if __name__ == "__main__":
-    main()

@@ -32,9 +32,14 @@ def extent(process: int, files: int) -> int:
 
 @dataclass
 class Peak:
-    """The most memory that was in use, in bytes."""
+    """The most memory that was in use, and what was before, in bytes."""
 
     bytes: int = 0
+    before: int = 0
+
+    @property
+    def extra(self) -> int:
+        return self.bytes - self.before
 
 
 class Watcher:
@@ -57,8 +62,8 @@ class Watcher:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Peak]:
-        """Tells the peak while the body ran, once it has ended."""
-        peak = Peak()
+        """Has the peak while the body ran, once it has ended."""
+        peak = Peak(before=self.level())
         os.write(self._orders, b"s")
         yield peak
         os.write(self._orders, b"e")

@@ -1,9 +1,10 @@
 """A small S3 server for measuring clients: it does as little as it can, and can be as far away as it is told to be.
 
 Run it with ``python benchmarks/object_server.py [--latency-ms N] [--megabytes-per-s N]``: it prints its port on the
-loopback interface, and ends when its standard input does. Every bucket exists. What is written to the bucket ``sink``
-is discarded but for its size; other buckets keep their objects in memory. Signatures and checksums are not looked at.
-``POST /-/reset`` forgets what has been logged, ``GET /-/log`` tells what was asked since, and what that cost.
+loopback interface, and ends when its standard input does; :func:`serving` does that. Every bucket exists. What is
+written to the bucket ``sink`` is discarded but for its size; other buckets keep their objects in memory. Signatures and
+checksums are not looked at. ``POST /-/reset`` forgets what has been logged, ``GET /-/log`` tells what was asked since,
+and what that cost.
 """
 
 import argparse
@@ -13,22 +14,93 @@ import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from email.utils import formatdate
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote
+from urllib.parse import parse_qsl, unquote
+from xml.etree import ElementTree
 from xml.sax.saxutils import escape
-
-from bodies import Chunked, Object, Piece, Sized, texts
 
 SINK = "sink"
 MIB = 1 << 20
 STEP_SECONDS = 0.005
-Place = tuple[str, str]
+Key = tuple[str, str]
+
+
+class Piece:
+    """A part of an object: an anonymous file in memory, or only the size of what was discarded."""
+
+    def __init__(self, keep: bool) -> None:
+        self.size = 0
+        self.file = os.memfd_create("piece") if keep else None
+
+    def append(self, data: memoryview) -> None:
+        self.size += len(data)
+        while self.file is not None and data:
+            data = data[os.write(self.file, data) :]
+
+    def texts(self, name: str) -> list[str]:
+        """What the elements of that name hold in an XML document."""
+        assert self.file is not None
+        document = ElementTree.fromstring(os.pread(self.file, self.size, 0))
+        return [element.text or "" for element in document.findall(f".//{{*}}{name}")]
+
+    def __del__(self) -> None:
+        if self.file is not None:
+            os.close(self.file)
+
+
+@dataclass
+class Object:
+    """A complete object."""
+
+    pieces: list[Piece]
+    tag: str
+    modified: float = field(default_factory=time.time)
+
+    @property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
+
+class Body(io.RawIOBase):
+    """Reads the next ``size`` bytes of a stream; without a size, it decodes chunks.
+
+    HTTP's chunked coding and S3's own inside it (aws-chunked) have the same frames.
+    """
+
+    def __init__(self, source: Any, size: int | None = None) -> None:
+        self._source, self._chunked = source, size is None
+        self._left = size or 0
+        self._ended = not self._chunked
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._left and not self._ended:
+            self._left = int(self._source.readline().split(b";")[0], 16)
+            if not self._left:
+                self._ended = True
+                while self._source.readline().strip():  # trailers
+                    pass
+        if not self._left:
+            return 0
+        count: int = self._source.readinto(memoryview(buffer)[: self._left])
+        if not count:
+            raise ConnectionError("the client has left in the middle of a body")
+        self._left -= count
+        if self._chunked and not self._left:
+            self._source.readline()
+        return count
+
+    def readable(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -50,6 +122,11 @@ class Refused(Exception):
     def __init__(self, status: int, code: str) -> None:
         super().__init__(code)
         self.status, self.code = status, code
+
+
+def xml(kind: str, content: str = "", **texts: str) -> bytes:
+    inner = "".join(f"<{name}>{escape(text)}</{name}>" for name, text in texts.items())
+    return f"<{kind}>{inner}{content}</{kind}>".encode()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -83,43 +160,41 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 self._bucket_request(bucket, body)
         except Refused as refused:
-            self._answer(refused.status, f"<Error><Code>{refused.code}</Code></Error>".encode())
+            self._answer(refused.status, xml("Error", Code=refused.code))
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_request
 
     def _bucket_request(self, bucket: str, body: Piece) -> None:
         if self.command == "GET":
-            self._answer(200, self._listing(bucket).encode())
+            self._answer(200, self._listing(bucket))
         elif self.command == "POST" and "delete" in self._query:
-            keys = texts(body, "Key")
+            keys = body.texts("Key")
             for key in keys:
                 self.server.objects.pop((bucket, key), None)
-            deleted = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys)
-            self._answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
+            self._answer(200, xml("DeleteResult", "".join(xml("Deleted", Key=key).decode() for key in keys)))
         else:
             self._answer(200)
 
-    def _object_request(self, place: Place, body: Piece) -> None:
-        objects, uploads = self.server.objects, self.server.uploads
+    def _object_request(self, place: Key, body: Piece) -> None:
         if self.command == "POST" and "uploads" in self._query:
             upload = self.server.new_name()
-            uploads[upload] = {}
-            self._answer_xml("InitiateMultipartUploadResult", Bucket=place[0], Key=place[1], UploadId=upload)
+            self.server.uploads[upload] = {}
+            self._answer(200, xml("InitiateMultipartUploadResult", Bucket=place[0], Key=place[1], UploadId=upload))
         elif "uploadId" in self._query:
             self._upload_request(place, body)
         elif self.command == "PUT" and "x-amz-copy-source" in self.headers:
             bucket, _, key = unquote(self.headers["x-amz-copy-source"]).lstrip("/").partition("/")
             copy = self.server.put(place, self._find((bucket, key)).pieces)
-            self._answer_xml("CopyObjectResult", ETag=copy.tag)
+            self._answer(200, xml("CopyObjectResult", ETag=copy.tag))
         elif self.command == "PUT":
             self._answer(200, headers={"ETag": self.server.put(place, [body]).tag})
         elif self.command == "DELETE":
-            objects.pop(place, None)
+            self.server.objects.pop(place, None)
             self._answer(204)
         else:
             self._get(self._find(place))
 
-    def _upload_request(self, place: Place, body: Piece) -> None:
+    def _upload_request(self, place: Key, body: Piece) -> None:
         uploads, upload = self.server.uploads, self._query["uploadId"]
         if upload not in uploads:
             raise Refused(404, "NoSuchUpload")
@@ -131,13 +206,13 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "DELETE":
             self._answer(204)
             return
-        numbers = [int(text) for text in texts(body, "PartNumber")]
+        numbers = [int(text) for text in body.texts("PartNumber")]
         if not numbers or not parts.keys() >= set(numbers):
             raise Refused(400, "InvalidPart")
         done = self.server.put(place, [parts[number] for number in numbers])
-        self._answer_xml("CompleteMultipartUploadResult", Bucket=place[0], Key=place[1], ETag=done.tag)
+        self._answer(200, xml("CompleteMultipartUploadResult", Bucket=place[0], Key=place[1], ETag=done.tag))
 
-    def _find(self, place: Place) -> Object:
+    def _find(self, place: Key) -> Object:
         if place not in self.server.objects:
             raise Refused(404, "NoSuchKey")
         return self.server.objects[place]
@@ -161,43 +236,29 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self._send(found.pieces, start, end)
 
-    def _listing(self, bucket: str) -> str:
-        """What one request lists: objects, and common prefixes up to the delimiter, both by name."""
+    def _listing(self, bucket: str) -> bytes:
+        """All objects, in one answer, and common prefixes up to the delimiter, by name."""
         prefix, delimiter = self._query.get("prefix", ""), self._query.get("delimiter", "")
-        after = max(self._query.get(name, "") for name in ("marker", "start-after", "continuation-token"))
-        coding = "<EncodingType>url</EncodingType>" if self._query.get("encoding-type") == "url" else ""
-        entries: dict[str, str] = {}
-        for place, found in sorted(self.server.objects.items()):
-            key = place[1]
+        entries: dict[str, bytes] = {}
+        for (its_bucket, key), found in sorted(self.server.objects.items()):
+            if its_bucket != bucket or not key.startswith(prefix):
+                continue
             cut = key.find(delimiter, len(prefix)) if delimiter else -1
             name = key if cut < 0 else key[: cut + len(delimiter)]
-            if place[0] != bucket or not key.startswith(prefix) or name <= after:
-                continue
-            shown = quote(name) if coding else escape(name)
             modified = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(found.modified))
             entries[name] = (
-                f"<Contents><Key>{shown}</Key><LastModified>{modified}</LastModified><ETag>{escape(found.tag)}</ETag>"
-                f"<Size>{found.size}</Size></Contents>"
+                xml("Contents", Key=name, LastModified=modified, ETag=found.tag, Size=str(found.size))
                 if cut < 0
-                else f"<CommonPrefixes><Prefix>{shown}</Prefix></CommonPrefixes>"
+                else xml("CommonPrefixes", Prefix=name)
             )
-        names = list(entries)[: int(self._query.get("max-keys", 1000))]
-        more = len(names) < len(entries)
-        token = f"<NextContinuationToken>{escape(names[-1])}</NextContinuationToken>" if more and names else ""
-        return (
-            f"<ListBucketResult><Name>{bucket}</Name><KeyCount>{len(names)}</KeyCount>{coding}"
-            f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}{''.join(entries[name] for name in names)}"
-            "</ListBucketResult>"
-        )
+        content = b"".join(entries.values()).decode()
+        return xml("ListBucketResult", content, Name=bucket, KeyCount=str(len(entries)), IsTruncated="false")
 
     def _read_body(self, keep: bool) -> Piece:
-        frame: io.RawIOBase
-        if "chunked" in self.headers.get("Transfer-Encoding", ""):
-            frame = Chunked(self.rfile)
-        else:
-            frame = Sized(self.rfile, int(self.headers.get("Content-Length") or 0))
-        coded = self.headers.get("x-amz-content-sha256", "").startswith("STREAMING")
-        content: Any = Chunked(io.BufferedReader(frame)) if coded else frame
+        is_chunked = "chunked" in self.headers.get("Transfer-Encoding", "")
+        frame = Body(self.rfile, None if is_chunked else int(self.headers.get("Content-Length") or 0))
+        is_coded = self.headers.get("x-amz-content-sha256", "").startswith("STREAMING")
+        content = Body(io.BufferedReader(frame)) if is_coded else frame
         piece = Piece(keep)
         while count := content.readinto(self._buffer):
             self._pace(count)
@@ -223,10 +284,6 @@ class Handler(BaseHTTPRequestHandler):
             self._due = max(self._due, now - STEP_SECONDS) + count / rate
             self.server.wait(self._due - now)
 
-    def _answer_xml(self, kind: str, **content: str) -> None:
-        inner = "".join(f"<{name}>{escape(text)}</{name}>" for name, text in content.items())
-        self._answer(200, f"<{kind}>{inner}</{kind}>".encode())
-
     def _answer(
         self, status: int, body: bytes = b"", length: int | None = None, headers: dict[str, str] | None = None
     ) -> None:
@@ -250,26 +307,21 @@ class ObjectServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, link: Link, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
+    def __init__(self, link: Link) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
         self.link = link
-        self.objects: dict[Place, Object] = {}
+        self.objects: dict[Key, Object] = {}
         self.uploads: dict[str, dict[int, Piece]] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._waiting, self._since = 0, 0.0
-        self._reset()
-
-    def _reset(self) -> None:
-        self._log: list[dict[str, Any]] = []
-        self._cpu = time.process_time()
-        self._waited = 0.0
+        self.control("POST", "reset")
 
     def new_name(self) -> str:
-        """A name that was not given before, in the form of an MD5 digest, as that of an object's ETag."""
+        """Returns a name that was not given before, in the form of an MD5 digest, as that of an object's ETag."""
         return hashlib.md5(str(next(self._numbers)).encode()).hexdigest()
 
-    def put(self, place: Place, pieces: list[Piece]) -> Object:
+    def put(self, place: Key, pieces: list[Piece]) -> Object:
         self.objects[place] = Object(pieces, f'"{self.new_name()}"')
         return self.objects[place]
 
@@ -279,7 +331,6 @@ class ObjectServer(ThreadingHTTPServer):
         self._log.append(
             {
                 "method": request.command,
-                "path": request.path,
                 "connection": request.client_address[1],
                 "client": request.headers.get("User-Agent", ""),
                 "payload": "SHA-256" if len(digest) == 64 else digest,
@@ -303,12 +354,41 @@ class ObjectServer(ThreadingHTTPServer):
     def control(self, method: str, what: str) -> dict[str, Any]:
         """Answers what is asked of the server itself."""
         if (method, what) == ("POST", "reset"):
-            self._reset()
+            self._log: list[dict[str, Any]] = []
+            self._cpu, self._waited = time.process_time(), 0.0
         return {"requests": self._log, "cpu_s": time.process_time() - self._cpu, "link_s": self._waited}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], ConnectionError):  # else the client has left
             super().handle_error(request, client_address)
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server in a process of its own."""
+
+    port: int
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(self, method: str, what: str) -> dict[str, Any]:
+        connection = HTTPConnection("127.0.0.1", self.port)
+        connection.request(method, f"/-/{what}")
+        answer: dict[str, Any] = json.loads(connection.getresponse().read())
+        connection.close()
+        return answer
+
+
+@contextmanager
+def serving(latency_ms: float = 0, megabytes_per_s: float = 0) -> Iterator[RunningServer]:
+    """Runs a server while the body does."""
+    options = ["--latency-ms", str(latency_ms), "--megabytes-per-s", str(megabytes_per_s)]
+    command = [sys.executable, __file__, *options]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield RunningServer(int(process.stdout.readline()))  # leaving closes its standard input, which ends it
 
 
 def main() -> None:

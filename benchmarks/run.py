@@ -18,53 +18,22 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import import_time
-from figures import QUICK, Figure, Sizes, background_figures, file_figures, sharded_figures
+from figures import QUICK, Figure, Sizes, all_figures
+from object_server import RunningServer, serving
+from report import OURS
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
-OURS = "ours"
-SINK = "s3://sink/"
-IMPORT = "import"
-#: Names of several figures.
-GROUPS = {
-    "files": [*file_figures(QUICK), IMPORT],
-    "sharded": [*sharded_figures(QUICK)],
-    "async": [*background_figures(QUICK)],
-}
 #: Has s3fs send bodies as they are: without TLS it would sign them (SHA-256), and compute another checksum (CRC).
 UNSIGNED = {
     "s3": {"payload_signing_enabled": False},
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
 }
-
-
-class Server:
-    """A running ``object_server.py``."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        assert process.stdout is not None
-        self._address = ("127.0.0.1", int(process.stdout.readline()))
-        self.endpoint = "http://{}:{}".format(*self._address)
-
-    def ask(self, method: str, what: str) -> dict[str, Any]:
-        connection = HTTPConnection(*self._address)
-        connection.request(method, f"/-/{what}")
-        answer: dict[str, Any] = json.loads(connection.getresponse().read())
-        connection.close()
-        return answer
-
-
-@contextmanager
-def serving(options: tuple[str, ...] = ()) -> Iterator[Server]:
-    command = [sys.executable, str(HERE / "object_server.py"), *options]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield Server(process)  # leaving closes its standard input, which ends it
 
 
 @dataclass
@@ -78,11 +47,11 @@ class Client:
     def __post_init__(self) -> None:
         self.versions = self._answer()
 
-    def ask(self, server: Server, figure: Figure, measure: str, url: str) -> dict[str, Any]:
+    def ask(self, server: RunningServer, figure: Figure, measure: str, url: str) -> dict[str, Any]:
         """Asks for a measurement, and adds what the server saw of it."""
         s3: dict[str, Any] = {"endpoint_url": server.endpoint, "key": "key", "secret": "secret"}
         s3["client_kwargs"] = {"region_name": "us-east-1"}
-        if not figure.signed:
+        if not figure.is_signed:
             s3["config_kwargs"] = UNSIGNED
         request = {"measure": measure, "arguments": {"url": url, **figure.arguments}, "s3": s3, "ranks": figure.ranks}
         self._say(json.dumps(request))
@@ -117,11 +86,28 @@ def client(python: Path, folder: Path) -> Iterator[Client]:
     with (
         errors.open("w") as log,
         subprocess.Popen(
-            [python, HERE / "client.py"], cwd=folder, env=environment, text=True,
+            [python.absolute(), HERE / "client.py"], cwd=folder, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
         ) as process,
     ):  # fmt: skip
         yield Client(process, errors)
+
+
+@contextmanager
+def clients_of(others: list[Path], beside: Path) -> Iterator[dict[str, Client]]:
+    """Starts a client for each of other interpreters, and one for this, whose column is ``"ours"``.
+
+    Args:
+        others: The interpreters.
+        beside: A file on the disk that local checkpoints go to.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=beside.parent)))
+        started = {}
+        for number, python in enumerate([*others, Path(sys.executable)]):
+            one = stack.enter_context(client(python, folder / str(number)))
+            started[f"stock {one.versions['lightning']}" if number < len(others) else OURS] = one
+        yield started
 
 
 def measure(figure: Figure, clients: dict[str, Client]) -> dict[str, list[dict[str, Any]]]:
@@ -131,15 +117,15 @@ def measure(figure: Figure, clients: dict[str, Client]) -> dict[str, list[dict[s
         columns[name] = clients[OURS], replace(figure, arguments=figure.arguments | arguments)
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in columns}
     prepared = set()
-    with serving(figure.link) as server:
+    with serving(**figure.link) as server:
         for run in range(figure.runs):
-            for name, (one, figure) in columns.items():
+            for name, (one, asked) in columns.items():
                 place = figure.place.format(release=re.sub(r"\W+", "-", name), run=run)
                 if figure.prepare and place not in prepared:
-                    one.ask(server, figure, figure.prepare, place)
+                    one.ask(server, asked, figure.prepare, place)
                     prepared.add(place)
-                result = one.ask(server, figure, figure.measure, place)
-                if place.startswith(SINK) and result["bytes"] < expected_bytes(figure):
+                result = one.ask(server, asked, figure.measure, place)
+                if place.startswith("s3://sink/") and result["bytes"] < expected_bytes(figure):
                     raise RuntimeError(f"{name} sent less than it saved: {result}")
                 results[name].append(result)
     return results
@@ -173,20 +159,19 @@ def available_mib() -> int:
     return int(fields["MemAvailable"].split()[0]) // 1024
 
 
-def with_room(clients: dict[str, Client], sizes: Sizes) -> dict[str, Client]:
+def with_room(large: Figure, clients: dict[str, Client]) -> dict[str, Client]:
     """Those whose large save fits into memory, judged by what a small one takes."""
-    small = sizes.large_mib // 16
-    probe = Figure("save", "s3://sink/x.ckpt", {"mib": small, "tensor_mib": min(sizes.tensor_mib, small)}, runs=1)
+    mib = large.arguments["mib"]
+    small = mib // 16
+    arguments = {"mib": small, "tensor_mib": min(large.arguments["tensor_mib"], small)}
     fitting = {}
     for name, one in clients.items():
-        taken = measure(probe, {name: one})[name][0]["memory_mib"]
-        needed = int(sizes.large_mib * (1.1 + taken / small))
-        if needed < available_mib():
+        taken = measure(replace(large, arguments=arguments, runs=1), {name: one})[name][0]["memory_mib"]
+        needed, available = int(mib * (1.1 + taken / small)), available_mib()
+        if needed < available:
             fitting[name] = one
         else:
-            say(
-                f"  {name} is left out: it would need about {needed} MiB of memory, and {available_mib()} are available"
-            )
+            say(f"  {name} is left out: it would need about {needed} MiB of memory, and {available} are available")
     return fitting
 
 
@@ -204,38 +189,34 @@ def say(text: str) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
+    parts = {part: list(figures) for part, figures in all_figures(QUICK).items()}
+    names = [name for part in parts.values() for name in part]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--results", type=Path, required=True, metavar="FILE", help="where to write them, as JSON")
+    add = parser.add_argument
+    add("--results", type=Path, required=True, metavar="FILE", help="where to write them, as JSON")
     other = "the interpreter of an environment with another release; can be given more than once"
-    parser.add_argument("--beside", type=Path, action="append", default=[], metavar="PYTHON", help=other)
-    parser.add_argument(
-        "--runs", type=int, default=Sizes.runs, help="runs of each timing of files (default: %(default)s)"
-    )
-    parser.add_argument("--quick", action="store_true", help="one run with small sizes, to see whether all works")
-    names = [name for group in GROUPS.values() for name in group]
-    parser.add_argument(
-        "--only", nargs="+", choices=[*GROUPS, *names], default=[*GROUPS], metavar="FIGURE",
-        help=f"these figures (default: all): {', '.join(names)}; {' or '.join(GROUPS)} for all of a kind",
-    )  # fmt: skip
+    add("--beside", type=Path, action="append", default=[], metavar="PYTHON", help=other)
+    add("--runs", type=int, default=Sizes.most_runs, help="measure no figure more often (default: %(default)s)")
+    add("--quick", action="store_true", help="one run with small sizes, to see whether all works")
+    only = f"these figures (default: all): {', '.join(names)}; {' or '.join(parts)} for all of a kind"
+    add("--only", nargs="+", choices=[*parts, *names], default=[*parts], metavar="FIGURE", help=only)
     options = parser.parse_args()
-    options.only = [name for one in options.only for name in GROUPS.get(one, [one])]
+    options.only = [name for one in options.only for name in parts.get(one, [one])]
     return options
 
 
 def measure_all(sizes: Sizes, names: list[str], clients: dict[str, Client]) -> dict[str, Any]:
     """The figures of those names."""
     measured: dict[str, Any] = {}
-    for name, figure in {**file_figures(sizes), **sharded_figures(sizes), **background_figures(sizes)}.items():
-        if name in names:
-            say(f"{name} ({figure.runs} runs of each)")
-            measured[name] = measure(figure, with_room(clients, sizes) if name == "large" else clients)
-    if IMPORT in names:
-        say(f"{IMPORT} ({sizes.runs} runs of each)")
-        times = import_time.measure("lightning", sizes.runs)
-        measured[IMPORT] = {
-            release: [{"cpu_s": seconds} for seconds in times[place]]
-            for place, release in (("stock", f"stock {import_time.STOCK_VERSION}"), ("ours", OURS))
-        }
+    for name, figure in (item for figures in all_figures(sizes).values() for item in figures.items()):
+        if name not in names:
+            continue
+        started = time.monotonic()
+        if name == "import":
+            measured[name] = import_time.measure(figure.runs)
+        else:
+            measured[name] = measure(figure, with_room(figure, clients) if name == "large" else clients)
+        say(f"{name}: {figure.runs} runs of each in {time.monotonic() - started:.0f} s")
     return measured
 
 
@@ -244,14 +225,9 @@ def main() -> None:
     options = parse_arguments()
     if sys.platform != "linux":
         sys.exit("The benchmarks read /proc: run them on Linux.")
-    sizes = QUICK if options.quick else Sizes(runs=options.runs)
+    sizes = QUICK if options.quick else Sizes(most_runs=options.runs)
     started = time.monotonic()
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.results.parent)))
-        clients = {}
-        for number, python in enumerate([*options.beside, Path(sys.executable)]):
-            one = stack.enter_context(client(python.absolute(), folder / str(number)))
-            clients[f"stock {one.versions['lightning']}" if number < len(options.beside) else OURS] = one
+    with clients_of(options.beside, options.results) as clients:
         results = {
             "sizes": vars(sizes),
             "machine": describe_machine(),

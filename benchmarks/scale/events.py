@@ -7,6 +7,7 @@ time happens in the order in which it was asked for, so that the same input give
 import heapq
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -18,19 +19,15 @@ _REST = 1.0
 class Event:
     """Something that happens once, and that processes wait for."""
 
-    def __init__(self, simulation: "Simulation") -> None:
+    def __init__(self, simulation: "Simulation", has_happened: bool = False) -> None:
         self._simulation = simulation
-        self._waiting: list[Process] = []
-        self.has_happened = False
+        self.waiting: list[Process] = []
+        self.has_happened = has_happened
 
     def happen(self) -> None:
         self.has_happened = True
-        for process in self._waiting:
+        for process in self.waiting:
             self._simulation.resume(process)
-        self._waiting.clear()
-
-    def let_wait(self, process: Process) -> None:
-        self._waiting.append(process)
 
 
 class Simulation:
@@ -38,7 +35,7 @@ class Simulation:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._agenda: list[tuple[float, int, Callable[..., None], Any]] = []
+        self._agenda: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._numbers = itertools.count()
         self._processes: dict[Process, None] = {}
 
@@ -63,23 +60,21 @@ class Simulation:
         self.at(self.now, self._step, process)
 
     def run(self) -> None:
-        """Lets all happen, and ends the processes that wait for what never will."""
-        while self._agenda:
-            self.now, _, call, argument = heapq.heappop(self._agenda)
-            call(argument)
-        for process in self._processes:
-            process.close()
-
-    def stop(self) -> None:
-        """Lets nothing more happen."""
-        self._agenda.clear()
+        """Lets all happen, until a process fails, and ends those that still wait then."""
+        try:
+            while self._agenda:
+                self.now, _, call, argument = heapq.heappop(self._agenda)
+                call(argument)
+        finally:
+            for process in self._processes:
+                process.close()
 
     def _step(self, process: Process) -> None:
         for wanted in process:
             if not isinstance(wanted, Event):
                 self.at(self.now + wanted, self._step, process)
             elif not wanted.has_happened:
-                wanted.let_wait(process)
+                wanted.waiting.append(process)
             else:
                 continue
             return
@@ -89,24 +84,20 @@ class Slots:
     """A number of places, of which a process takes one and gives it back."""
 
     def __init__(self, simulation: Simulation, number: int) -> None:
-        self._simulation = simulation
-        self._free = number
-        self._wanted: list[Event] = []
-        self._at = 0
+        self._simulation, self._free = simulation, number
+        self._wanted: deque[Event] = deque()
 
     def take(self) -> Event:
-        event = Event(self._simulation)
-        if self._free:
+        event = Event(self._simulation, has_happened=self._free > 0)
+        if event.has_happened:
             self._free -= 1
-            event.has_happened = True
         else:
             self._wanted.append(event)
         return event
 
     def give_back(self) -> None:
-        if self._at < len(self._wanted):
-            self._at += 1
-            self._wanted[self._at - 1].happen()
+        if self._wanted:
+            self._wanted.popleft().happen()
         else:
             self._free += 1
 
@@ -121,12 +112,9 @@ class Link:
     """
 
     def __init__(self, simulation: Simulation, rate: float = math.inf, most: float = math.inf) -> None:
-        self._simulation = simulation
-        self._rate, self._most = rate, most
+        self._simulation, self._rate, self._most = simulation, rate, most
         #: Bytes that a transfer would have got since the start; each ends when this reaches its own number.
-        self._level = 0.0
-        self._since = 0.0
-        self._speed = 0.0
+        self._level = self._since = self._speed = 0.0
         self._plan = 0
         self._ends: list[tuple[float, int, Event]] = []
         self._numbers = itertools.count()
@@ -134,14 +122,12 @@ class Link:
 
     def send(self, size: float) -> Event:
         """Begins a transfer; the event tells of its end."""
-        event = Event(self._simulation)
         self.bytes += size
-        if self._rate == self._most == math.inf:
-            event.has_happened = True
-            return event
-        self._catch_up()
-        heapq.heappush(self._ends, (self._level + size, next(self._numbers), event))
-        self._look_ahead()
+        event = Event(self._simulation, has_happened=self._rate == self._most == math.inf)
+        if not event.has_happened:
+            self._catch_up()
+            heapq.heappush(self._ends, (self._level + size, next(self._numbers), event))
+            self._look_ahead()
         return event
 
     def _catch_up(self) -> None:
@@ -165,16 +151,10 @@ class Link:
 
 
 class Allowance:
-    """How many requests a second a store takes; those that come while there is none left are refused.
-
-    Args:
-        simulation: The clock.
-        rate: Requests a second, which can be saved up for one second.
-    """
+    """Requests that a store takes in a second, saved up for one second at most; others are refused."""
 
     def __init__(self, simulation: Simulation, rate: float) -> None:
-        self._simulation = simulation
-        self._rate = rate
+        self._simulation, self._rate = simulation, rate
         self._left, self._since = rate, 0.0
 
     def take(self) -> bool:

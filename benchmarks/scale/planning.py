@@ -42,77 +42,53 @@ TICK_S = 0.001
 LAYERS = 32
 
 
-class Ticker:
-    """Another thread, which wants to run once a millisecond, and sees for how long the one that works keeps the GIL.
-
-    A hold is counted in the processor time of the working thread, so that other processes do not add to it.
-    """
-
-    def __init__(self) -> None:
-        self._clock = time.pthread_getcpuclockid(threading.get_ident())
-        self._wanted = threading.Event()
-        self.longest = 0.0
-
-    def __enter__(self) -> "Ticker":
-        self._thread = threading.Thread(target=self._tick)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._wanted.set()
-        self._thread.join()
-
-    def _tick(self) -> None:
-        before = time.clock_gettime(self._clock)
-        while not self._wanted.is_set():
-            time.sleep(TICK_S)
-            now = time.clock_gettime(self._clock)
-            self.longest = max(self.longest, now - before)
-            before = now
-
-
-class Collections:
-    """How long Python's garbage collections took."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._started = 0.0
-
-    def __enter__(self) -> "Collections":
-        gc.callbacks.append(self._note)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        gc.callbacks.remove(self._note)
-
-    def _note(self, phase: str, info: dict[str, Any]) -> None:
-        if phase == "start":
-            self._started = time.thread_time()
-        else:
-            self.seconds += time.thread_time() - self._started
-
-
 class Steps:
-    """What was measured of each step, by name."""
+    """What was measured of each step, by name, in processor time of the thread that works."""
 
     def __init__(self) -> None:
         self.steps: dict[str, dict[str, float]] = {}
+        self._collecting = self._began = 0.0
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
+        """Takes the time of a body, of Python's garbage collections in it, and of the longest hold of the GIL."""
         gc.collect()
-        with Collections() as collections, Ticker() as ticker:
-            start = time.thread_time()
-            yield
-            seconds = time.thread_time() - start
-        self.steps[name] = {"cpu_s": seconds, "hold_s": ticker.longest, "collecting_s": collections.seconds}
+        self._collecting = 0.0
+        ended, holds = threading.Event(), [0.0]
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        ticker = threading.Thread(target=_tick, args=[clock, ended, holds])
+        gc.callbacks.append(self._note)
+        ticker.start()
+        start = time.thread_time()
+        yield
+        seconds = time.thread_time() - start
+        ended.set()
+        ticker.join()
+        gc.callbacks.remove(self._note)
+        self.steps[name] = {"cpu_s": seconds, "hold_s": max(holds), "collecting_s": self._collecting}
+
+    def _note(self, phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            self._began = time.thread_time()
+        else:
+            self._collecting += time.thread_time() - self._began
+
+
+def _tick(clock: int, ended: threading.Event, holds: list[float]) -> None:
+    """Wants to run once a millisecond, and notes for how long the thread of a clock keeps the GIL meanwhile."""
+    before = time.clock_gettime(clock)
+    while not ended.is_set():
+        time.sleep(TICK_S)
+        now = time.clock_gettime(clock)
+        holds[0] = max(holds[0], now - before)
+        before = now
 
 
 class Crowd:
     """A group of many ranks, of which only rank zero is there: it speaks for the others.
 
-    It takes the place of :class:`~lightning.fabric.storage.collectives.rank_group.RankGroup`. What every
-    rank says and is answered is pickled and unpickled, as it would be, and what rank zero does with it is measured.
+    It takes the place of the group of ranks that a save is given. What every rank says and is answered is pickled and
+    unpickled, as it would be, and what rank zero does with it is measured.
 
     Args:
         world: How many ranks.
@@ -124,19 +100,16 @@ class Crowd:
 
     def __init__(self, world: int, steps: Steps, folder: Path) -> None:
         self.world_size = world
-        self._folder = folder
-        #: The plan of rank zero, before it is joined with others.
-        self.plan: SavePlan
-        #: Of each step, the largest thing that a rank says, and that it is answered; pickled.
-        self.sizes: dict[str, int] = {}
-        self._steps = steps
-        self._silent = 0
+        self._steps, self._folder = steps, folder
+        self.plan: SavePlan  #: of rank zero, before it is joined with others
+        self.sizes: dict[str, int] = {}  #: of each step, the largest message of a rank and to a rank; pickled
+        self._silent = iter(("assign", "commit"))
         self._written: list[bytes] = []
 
     def gather_scatter(self, what: str, mine: Callable[[], Any], decide: Callable[[list[Any]], list[Any]]) -> Any:
         own = mine()
-        name = self._name(own)
-        sent = [pickle.dumps(one) for one in self._all(own)]
+        name = next(self._silent) if own is None else {PackedPlan: "join", Report: "collect"}.get(type(own), "compare")
+        sent = [pickle.dumps(self._said(own, rank)) for rank in range(self.world_size)]
         self.sizes[f"{name}: said"] = max(map(len, sent))
         with self._steps.step(f"{name}: unpickle what is said"):
             said = [pickle.loads(one) for one in sent]
@@ -150,22 +123,11 @@ class Crowd:
             self._written = answers
         return answers[0]
 
-    def _name(self, own: Any) -> str:
-        if own is None:
-            self._silent += 1
-            return "assign" if self._silent == 1 else "commit"
-        return {PackedPlan: "join", Report: "collect"}.get(type(own), "compare")
-
-    def _all(self, own: Any) -> Iterator[Any]:
-        """What each rank says, given what rank zero does."""
-        yield own
-        for rank in range(1, self.world_size):
-            if isinstance(own, PackedPlan):
-                yield PackedPlan.of(plans.moved(self.plan, rank))
-            elif isinstance(own, Report):
-                yield self._report(next(iter(own.files)), rank)
-            else:
-                yield own
+    def _said(self, own: Any, rank: int) -> Any:
+        """What a rank says, given what rank zero does."""
+        if rank and isinstance(own, PackedPlan):
+            return PackedPlan.of(plans.moved(self.plan, rank))
+        return self._report(next(iter(own.files)), rank) if rank and isinstance(own, Report) else own
 
     def _report(self, name: str, rank: int) -> Report:
         """Given what rank zero has called its file. What the rank has written is there, with nothing in it."""

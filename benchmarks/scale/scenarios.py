@@ -8,15 +8,17 @@ import argparse
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model import Cluster, Outcome, Planning, Release, SaveFailed, Store, simulate
+from model import Cluster, Planning, Release, SaveFailed, Store, simulate
 from releases import ASYNCHRONOUS, OURS, STOCK, STOCK_NAME, in_parts_for, with_constants
-from tables import GB, of_answers, of_planning, of_validation, put
+from report import put
+from tables import GB, of_answers, of_planning, of_validation
 
 MEASURED = Path(__file__).with_name("measured")
 #: Nodes, and bytes of the state.
@@ -24,28 +26,27 @@ JOBS = ((128, 500 * GB), (256, 1000 * GB), (512, 2500 * GB), (1024, 5000 * GB), 
 RANKS = 8
 MONTH_S = 30 * 24 * 3600
 SEED = 20
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What a store asks for, in dollars.
-
-    Attributes:
-        writes: A thousand PUT, POST or LIST requests.
-        storage: 10^9 bytes for a month.
-        interval: Seconds of training between two saves.
-        kept: How many checkpoints are there at a time.
-    """
-
-    writes: float
-    storage: float
-    interval: float
-    kept: int
-
-    def month(self, size: float, outcome: Outcome) -> tuple[float, float]:
-        """Dollars for requests, and for storage, of a month of training. A save begins when the last has ended."""
-        saves = MONTH_S / max(self.interval + outcome.stall, outcome.durable)
-        return saves * outcome.writes / 1000 * self.writes, self.kept * size / GB * self.storage
+#: The steps and sizes of ``planning.py`` that each of what :class:`Planning` has is the sum of: for plans that torch
+#: joins, that we join, and that are known.
+TORCH = {
+    "local": ["every rank: plan"],
+    "global_plan": ["torch: unpickle the plans", "torch: join", "torch: pickle the answers"],
+    "commit": ["torch: unpickle the reports", "torch: commit"],
+    "plan": ["torch: plan"],
+    "report": ["torch: report"],
+    "metadata": ["torch: metadata"],
+}
+JOINED = {
+    "local": ["every rank: plan", "every rank: digest"],
+    "global_plan": ["join: unpickle what is said", "join", "join: pickle the answers"],
+    "commit": ["collect: unpickle what is said", "collect", "commit"],
+    "plan": ["join: said"],
+    "report": ["collect: said"],
+    "metadata": ["metadata"],
+}
+COMPARED = ["again: compare: unpickle what is said", "again: compare", "again: compare: pickle the answers"]
+KNOWN = {**JOINED, "global_plan": COMPARED, "plan": ["compare: said"]}
+Names = dict[str, list[str]]
 
 
 def between(table: list[tuple[float, float]], ranks: float) -> float:
@@ -59,88 +60,57 @@ def between(table: list[tuple[float, float]], ranks: float) -> float:
     return y0 * (ranks / x0) ** (math.log(y1 / y0) / math.log(x1 / x0))
 
 
-class Measured:
-    """What planning costs, by the number of ranks; beyond what was measured, the last two lead on.
+def planning_of(measured: list[dict[str, Any]], ranks: int, names: Names) -> Planning:
+    """What planning costs so many ranks; beyond what was measured, the last two measurements lead on."""
 
-    Args:
-        planning: From ``planning.py``.
+    def value(one: dict[str, Any], name: str) -> float:
+        return float(one["steps"][name]["cpu_s"] if name in one["steps"] else one["bytes"][name])
+
+    def sums(parts: list[str]) -> list[tuple[float, float]]:
+        return [(one["ranks"], sum(value(one, name) for name in parts)) for one in measured]
+
+    return Planning(**{key: between(sums(parts), ranks) for key, parts in names.items()})
+
+
+def ways(constants: dict[str, dict[str, float]], world: int) -> Iterator[tuple[str, Release, Names]]:
+    """Each way to save: its name, the release with this machine's constants, and what its planning is made of."""
+    yield STOCK_NAME, with_constants(STOCK, constants[STOCK_NAME]), TORCH
+    yield "ours", in_parts_for(with_constants(OURS, constants["ours"]), world), KNOWN
+    background = in_parts_for(with_constants(ASYNCHRONOUS, constants["ours, asynchronous"]), world)
+    yield "ours, asynchronous, the first save", background, JOINED
+    yield "ours, asynchronous", background, KNOWN
+
+
+def answer(
+    options: argparse.Namespace, size: float, cluster: Cluster, release: Release, planning: Planning
+) -> dict[str, Any]:
+    """One save, and what a month of them costs; only why, if the store refuses requests until the save fails.
+
+    In such a month a save begins when the last has ended.
     """
-
-    def __init__(self, planning: list[dict[str, Any]]) -> None:
-        self._planning = planning
-
-    def of(self, ranks: int, joins: str) -> Planning:
-        """What a save costs whose plans are joined by ``"torch"`` or ``"ours"``, or are known (``"nobody"``)."""
-        if joins == "torch":
-            return Planning(
-                local=self._seconds(["every rank: plan"], ranks),
-                global_plan=self._seconds(
-                    [f"torch: {step}" for step in ("unpickle the plans", "join", "pickle the answers")], ranks
-                ),
-                commit=self._seconds(["torch: unpickle the reports", "torch: commit"], ranks),
-                plan=self._bytes("torch: plan", ranks),
-                report=self._bytes("torch: report", ranks),
-                metadata=self._bytes("torch: metadata", ranks),
-            )
-        group, said = ("again: compare", "compare") if joins == "nobody" else ("join", "join")
-        return Planning(
-            local=self._seconds(["every rank: plan", "every rank: digest"], ranks),
-            global_plan=self._seconds(
-                [f"{group}{part}" for part in (": unpickle what is said", "", ": pickle the answers")], ranks
-            ),
-            commit=self._seconds(["collect: unpickle what is said", "collect", "commit"], ranks),
-            plan=self._bytes(f"{said}: said", ranks),
-            report=self._bytes("collect: said", ranks),
-            metadata=self._bytes("metadata", ranks),
-        )
-
-    def _seconds(self, names: list[str], ranks: int) -> float:
-        found = [(one["ranks"], sum(one["steps"][name]["cpu_s"] for name in names)) for one in self._planning]
-        return between(found, ranks)
-
-    def _bytes(self, name: str, ranks: int) -> float:
-        return between([(one["ranks"], one["bytes"][name]) for one in self._planning], ranks)
-
-
-def ways(constants: dict[str, dict[str, float]]) -> dict[str, tuple[Release, str]]:
-    """Each way to save by name: the release with this machine's constants, and who joins the plans of the ranks."""
-    background = with_constants(ASYNCHRONOUS, constants["ours, asynchronous"])
-    return {
-        STOCK_NAME: (with_constants(STOCK, constants[STOCK_NAME]), "torch"),
-        "ours": (with_constants(OURS, constants["ours"]), "nobody"),
-        "ours, asynchronous, the first save": (background, "ours"),
-        "ours, asynchronous": (background, "nobody"),
-    }
-
-
-def play(size: float, cluster: Cluster, store: Store, release: Release, planning: Planning) -> dict[str, Any]:
-    """One save; without an outcome if the store refuses requests for so long that the save fails."""
+    store = Store(options.latency_ms / 1e3, options.connection * 1e6, options.writes_per_s * options.prefixes)
     try:
         outcome = simulate(size, cluster, store, release, planning, SEED)
     except SaveFailed as failure:
         return {"failure": str(failure)}
-    return {**asdict(outcome), "outcome": outcome}
+    saves = MONTH_S / max(options.steps * options.step_s + outcome.stall, outcome.durable)
+    requests_usd = saves * outcome.writes / 1000 * options.write_price
+    storage_usd = options.kept * size / GB * options.storage_price
+    return {**asdict(outcome), "requests_usd": requests_usd, "storage_usd": storage_usd}
 
 
 def all_jobs(
-    options: argparse.Namespace, planning: list[dict[str, Any]], constants: dict[str, dict[str, float]]
+    options: argparse.Namespace, measured: list[dict[str, Any]], constants: dict[str, dict[str, float]]
 ) -> list[dict[str, Any]]:
     """Every way to save, for every job."""
-    measured = Measured(planning)
-    store = Store(options.latency_ms / 1e3, options.connection * 1e6, options.writes_per_s * options.prefixes)
-    prices = Prices(options.write_price, options.storage_price, options.steps * options.step_s, options.kept)
     pageable = constants["ours, asynchronous"]["copy_gb_per_s"]  # one thread copies it, as it does here
-    machine = Cluster(
-        1, RANKS, options.network * GB / 8, options.copy * GB, pageable * GB, options.straggling, options.slowness
-    )
+    network, copy = options.network * GB / 8, options.copy * GB
+    machine = Cluster(1, RANKS, network, copy, pageable * GB, options.straggling, options.slowness)
     rows = []
     for nodes, size in JOBS:
         cluster = replace(machine, nodes=nodes)
-        for name, (release, joins) in ways(constants).items():
-            at_scale = release if joins == "torch" else in_parts_for(release, cluster.world)
-            row = play(size, cluster, store, at_scale, measured.of(cluster.world, joins))
-            if outcome := row.pop("outcome", None):
-                row["requests_usd"], row["storage_usd"] = prices.month(size, outcome)
+        for name, release, names in ways(constants, cluster.world):
+            row = answer(options, size, cluster, release, planning_of(measured, cluster.world, names))
             rows.append({"way": name, "nodes": nodes, "size": size, **row})
             print(f"{nodes} nodes, {name}: {row}", file=sys.stderr, flush=True)
     return rows
@@ -177,10 +147,11 @@ def main() -> None:
     planning, validation = (json.loads(one.read_text()) for one in (options.planning, options.validation))
     rows = all_jobs(options, planning["planning"], validation["constants"])
     options.results.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    print(of_answers(rows))
+    answers = of_answers(rows)
+    print(answers)
     if options.page:
-        tables = {"answers": of_answers(rows), "planning": of_planning(planning["planning"])}
-        put(options.page, {**tables, "validation": of_validation(validation)})
+        measured = {"planning": of_planning(planning["planning"]), "validation": of_validation(validation)}
+        put(options.page, {"answers": answers, **measured})
 
 
 if __name__ == "__main__":

@@ -11,11 +11,9 @@ import json
 import math
 import statistics
 import sys
-import tempfile
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -26,10 +24,11 @@ from releases import ASYNCHRONOUS, OURS, STOCK, STOCK_NAME, with_constants
 from tables import error, of_validation
 
 TOLERANCE = 0.25
+#: What saves took, run by run: ``durable_s`` until all was durable, ``stall_s`` while the ranks stood still.
+Runs = list[dict[str, float]]
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A save: MiB of a rank, milliseconds of a request, 10^6 bytes a second of a connection or 0 for no limit."""
 
     mib: int
@@ -40,68 +39,48 @@ class Case:
         rate = f"{self.megabytes_per_s} MB/s a connection" if self.megabytes_per_s else "no limit"
         return f"{self.mib} MiB a rank, {self.latency_ms} ms, {rate}"
 
-    @property
-    def store(self) -> Store:
-        rate = self.megabytes_per_s * 1e6 or float("inf")
-        return Store(latency=self.latency_ms / 1e3, connection=rate)
-
 
 SMALL, LARGE = Case(32), Case(512)
 CASES = (Case(256, 60), Case(256, 20, 25), Case(512, 20, 100), Case(64, 100, 10))
+#: The ways to save by name: the column of their client, the measurement, and the release without constants.
+WAYS = {
+    STOCK_NAME: (STOCK_NAME, "save_shards", STOCK),
+    "ours": (run.OURS, "save_shards", OURS),
+    "ours, asynchronous": (run.OURS, "save_in_background", ASYNCHRONOUS),
+}
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to save.
-
-    Attributes:
-        client: What measures it.
-        name: Its name there.
-        measure: The measurement.
-        release: How it saves, without this machine's constants.
-    """
-
-    client: run.Client
-    name: str
-    measure: str
-    release: Release
-
-
-def measure(case: Case, ways: dict[str, Way], runs: int) -> dict[str, list[dict[str, float]]]:
-    """What each way took, run by run: seconds until all was durable, and those for which the ranks stood still."""
-    link = ("--latency-ms", str(case.latency_ms), "--megabytes-per-s", str(case.megabytes_per_s))
-    arguments = {"strategy": "fsdp2", "mib": case.mib}
-    found: dict[str, list[dict[str, float]]] = {label: [] for label in ways}
+def measure(case: Case, clients: dict[str, run.Client], runs: int) -> dict[str, Runs]:
+    """What each way took whose client is there; in turn."""
+    link = {"latency_ms": case.latency_ms, "megabytes_per_s": case.megabytes_per_s}
+    found: dict[str, Runs] = {way: [] for way, (column, *_) in WAYS.items() if column in clients}
     for turn in range(runs):
-        for label, way in ways.items():
-            place = f"s3://sink/{{release}}-{turn}-{way.measure}.ckpt"
-            figure = Figure(way.measure, place, arguments, 1, link=link, ranks=RANKS)
-            (one,) = run.measure(figure, {way.name: way.client})[way.name]
-            found[label].append({"durable_s": one["wall_s"], "stall_s": one.get("stall_s", one["wall_s"])})
+        for way in found:
+            column, name, _ = WAYS[way]
+            place = f"s3://sink/{{release}}-{turn}-{name}.ckpt"
+            figure = Figure(name, place, {"strategy": "fsdp2", "mib": case.mib}, 1, link=link, ranks=RANKS)
+            (one,) = run.measure(figure, {column: clients[column]})[column]
+            found[way].append({"durable_s": one["wall_s"], "stall_s": one.get("stall_s", one["wall_s"])})
     run.say(f"{case}: {found}")
     return found
 
 
-def middle(runs: list[dict[str, float]], key: str) -> float:
-    return statistics.median(one[key] for one in runs)
-
-
-def line(small: list[dict[str, float]], large: list[dict[str, float]], key: str) -> tuple[float, float]:
+def line(small: Runs, large: Runs, key: str) -> tuple[float, float]:
     """Seconds whatever the size, and seconds for each byte, of the two saves with nothing in the way."""
-    slope = (middle(large, key) - middle(small, key)) / ((LARGE.mib - SMALL.mib) * MIB)
-    return max(0.0, middle(small, key) - SMALL.mib * MIB * slope), slope
+    low, high = (statistics.median(one[key] for one in runs) for runs in (small, large))
+    slope = (high - low) / ((LARGE.mib - SMALL.mib) * MIB)
+    return max(0.0, low - SMALL.mib * MIB * slope), slope
 
 
-def calibrate(ways: dict[str, Way], runs: int) -> dict[str, dict[str, float]]:
+def calibrate(small: dict[str, Runs], large: dict[str, Runs]) -> dict[str, dict[str, float]]:
     """The constants of each way on this machine."""
-    small, large = measure(SMALL, ways, runs), measure(LARGE, ways, runs)
     constants = {}
-    for label, way in ways.items():
-        fixed, slope = line(small[label], large[label], "durable_s")
-        constants[label] = {"fixed_s": fixed, "prepare_s_per_gib": slope * 2**30}
-        if way.release.asynchronous:
-            stall, copy = line(small[label], large[label], "stall_s")
-            constants[label] |= {
+    for way in small:
+        fixed, slope = line(small[way], large[way], "durable_s")
+        constants[way] = {"fixed_s": fixed, "prepare_s_per_gib": slope * 2**30}
+        if WAYS[way][2].asynchronous:
+            stall, copy = line(small[way], large[way], "stall_s")
+            constants[way] |= {
                 "background_s": max(0.0, fixed - stall),
                 "prepare_s_per_gib": (slope - copy) * 2**30,
                 "copy_gb_per_s": 1e-9 / copy,
@@ -114,24 +93,23 @@ def predict(case: Case, release: Release, constants: dict[str, float]) -> Outcom
     part = release.part
     if not release.overlaps:  # a part is at least a tensor, and the largest has 3/8 of what a rank has
         part = max(part, case.mib * MIB * 3 // 8)
-    one = replace(
-        with_constants(release, constants), part=part, copies=release.asynchronous
-    )  # stock's copy is among what it takes for each byte
+    # stock's copy is among what it takes for each byte
+    one = replace(with_constants(release, constants), part=part, copies=release.asynchronous)
     cluster = Cluster(ranks=RANKS, copy=constants.get("copy_gb_per_s", math.inf) * 1e9)
-    return simulate(RANKS * case.mib * MIB, cluster, case.store, one)
+    store = Store(latency=case.latency_ms / 1e3, connection=case.megabytes_per_s * 1e6 or math.inf)
+    return simulate(RANKS * case.mib * MIB, cluster, store, one)
 
 
-def compare(ways: dict[str, Way], runs: int) -> dict[str, Any]:
+def compare(clients: dict[str, run.Client], runs: int) -> dict[str, Any]:
     """All constants, and the cases with what was predicted and measured."""
-    constants, rows = calibrate(ways, runs), []
+    constants, rows = calibrate(measure(SMALL, clients, runs), measure(LARGE, clients, runs)), []
     for case in CASES:
-        measured = measure(case, ways, runs)
-        for label, way in ways.items():
-            outcome = predict(case, way.release, constants[label])
-            for key, value in (("durable_s", outcome.durable), ("stall_s", outcome.stall)):
-                if key == "durable_s" or way.release.asynchronous:
-                    row = {"way": f"{label}, {key[:-2]}", "case": str(case), "predicted_s": value}
-                    rows.append({**row, "measured_s": [one[key] for one in measured[label]]})
+        for way, measured in measure(case, clients, runs).items():
+            release = WAYS[way][2]
+            outcome = predict(case, release, constants[way])
+            for key in ("durable", "stall") if release.asynchronous else ("durable",):
+                row = {"way": f"{way}, {key}", "case": str(case), "predicted_s": getattr(outcome, key)}
+                rows.append({**row, "measured_s": [one[f"{key}_s"] for one in measured]})
     return {"machine": run.describe_machine(), "constants": constants, "cases": rows}
 
 
@@ -142,16 +120,8 @@ def main() -> None:
     parser.add_argument("--beside", type=Path, metavar="PYTHON", help="an environment with stock Lightning")
     parser.add_argument("--runs", type=int, default=3, help="of each case (default: %(default)s)")
     options = parser.parse_args()
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.results.parent)))
-        ways = {}
-        if options.beside:
-            other = stack.enter_context(run.client(options.beside.absolute(), folder / "other"))
-            ways[STOCK_NAME] = Way(other, STOCK_NAME, "save_shards", STOCK)
-        own = stack.enter_context(run.client(Path(sys.executable).absolute(), folder / "own"))
-        ways["ours"] = Way(own, run.OURS, "save_shards", OURS)
-        ways["ours, asynchronous"] = Way(own, run.OURS, "save_in_background", ASYNCHRONOUS)
-        results = compare(ways, options.runs)
+    with run.clients_of([options.beside] if options.beside else [], options.results) as clients:
+        results = compare(clients, options.runs)
     options.results.write_text(json.dumps(results, indent=1) + "\n")
     print(of_validation(results))
     wrong = [row for row in results["cases"] if abs(error(row)) > TOLERANCE]
