@@ -1,26 +1,23 @@
-"""Measurements of saves in the background: how long they hold training up, and what it takes meanwhile.
-
-A way to save has a method ``save`` for the thread that trains, and ``wait`` for what goes on after that; those of files
-also tell whether it has ended.
-"""
+"""Measurements of saves in the background: how long they hold training up, and what it takes meanwhile."""
 
 import os
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from files import Training, make_state
 from measuring import MIB, Clock, Meter, barrier, of_ranks, trim
 from sharded import TAKES_URLS, collect, fit_idle, make_trainer, save_by_trainer
 from states import State, one_huge, whole
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -28,140 +25,118 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 WARM_UP_STEPS = 20
 WIDTH, BATCH = 512, 512
+MANY = 100_000
+
+
+class Way(NamedTuple):
+    """A way to save: what a thread that trains calls, and what tells of that which goes on after it."""
+
+    save: Callable[[Trainer, str], Any]
+    wait: Callable[[], Any]
+    has_ended: Callable[[], bool]
+    plugins: list[Any]
 
 
 class Noting(TorchCheckpointIO):
-    """Saves files, and tells when it has: ``AsyncCheckpointIO`` of stock Lightning does not."""
+    """Saves files, and notes each when it has: ``AsyncCheckpointIO`` of stock Lightning does not tell."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ended = threading.Event()
+        self.ended: SimpleQueue[None] = SimpleQueue()
 
     def save_checkpoint(self, *arguments: Any, **more: Any) -> None:
         try:
             super().save_checkpoint(*arguments, **more)
         finally:
-            self.ended.set()
+            self.ended.put(None)
 
 
-class Plugin:
-    """Saves files with ``AsyncCheckpointIO``."""
-
-    def __init__(self) -> None:
-        self._io = Noting()
-        self.plugins: list[Any] = [AsyncCheckpointIO(self._io)]
-
-    def save(self, trainer: Trainer, url: str) -> None:
-        self._io.ended.clear()
-        trainer.save_checkpoint(url)
-
-    def has_ended(self) -> bool:
-        return self._io.ended.is_set()
-
-    def wait(self) -> None:
-        self._io.ended.wait()
+def by_plugin(is_sharded: bool) -> Way:
+    """With ``AsyncCheckpointIO``. Stock Lightning does not ask it for shards: training waits for the whole save."""
+    if is_sharded:
+        plugin = AsyncCheckpointIO()
+        wait = plugin.drain if TAKES_URLS else lambda: None
+        return Way(save_by_trainer, wait, lambda: True, [plugin] if TAKES_URLS else [])
+    io = Noting()
+    return Way(Trainer.save_checkpoint, io.ended.get, lambda: not io.ended.empty(), [AsyncCheckpointIO(io)])
 
 
-class ShardsByPlugin:
-    """Saves shards with it. Stock Lightning does not ask it for these: there, training waits for the whole save."""
-
-    def __init__(self) -> None:
-        self.plugins: list[Any] = [AsyncCheckpointIO()] if TAKES_URLS else []
-
-    def save(self, trainer: Trainer, url: str) -> None:
-        save_by_trainer(trainer, url)
-
-    def wait(self) -> None:
-        for plugin in self.plugins:
-            plugin.drain()
-
-
-class Torch:
-    """Saves with ``dcp.async_save``.
+def by_torch(collect: Callable[[Trainer], dict[str, Any]], keeps_memory: bool) -> Way:
+    """With ``dcp.async_save``.
 
     Args:
         collect: Returns the state to save.
         keeps_memory: Whether its copies of the state are made into memory that is kept from one save to the next, which
             it offers (:class:`DefaultStager`), but does not do by itself. Other options of that need CUDA.
     """
+    stager = DefaultStager(StagingOptions(False, False, False, False)) if keeps_memory else None
+    groups: list[Any] = []
+    saved: list[Any] = []
 
-    plugins: tuple[Any, ...] = ()
+    def save(trainer: Trainer, url: str) -> None:
+        if dist.is_initialized() and not groups:
+            groups.append(dist.new_group(backend="gloo"))
+        group = groups[0] if groups else None
+        writer = FsspecWriter(url)
+        saved[:] = [
+            dcp.async_save(
+                collect(trainer), storage_writer=writer, async_stager=stager, process_group=group, no_dist=group is None
+            )
+        ]
 
-    def __init__(self, collect: Callable[[Trainer], dict[str, Any]], keeps_memory: bool) -> None:
-        self._stager = DefaultStager(StagingOptions(False, False, False, False)) if keeps_memory else None
-        self._collect = collect
-        self._group: Any = None
-        self._saved: Any = None
+    return Way(save, lambda: saved[0].result(), lambda: bool(saved[0].done()), [])
 
-    def save(self, trainer: Trainer, url: str) -> None:
-        if self._group is None and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")
-        self._saved = dcp.async_save(
-            self._collect(trainer), storage_writer=FsspecWriter(url), async_stager=self._stager,
-            process_group=self._group, no_dist=self._group is None,
-        )  # fmt: skip
 
-    def has_ended(self) -> bool:
-        return bool(self._saved.done())
-
-    def wait(self) -> None:
-        self._saved.result()
+def way_to_save(name: str, is_sharded: bool) -> Way:
+    """Returns ``"plugin"``, ``"torch"`` or ``"torch, kept"``."""
+    if name == "plugin":
+        return by_plugin(is_sharded)
+    return by_torch(collect if is_sharded else collect_file, keeps_memory=name == "torch, kept")
 
 
 def collect_file(trainer: Trainer) -> dict[str, Any]:
     return {"state_dict": trainer.lightning_module.state_dict(), "optimizer": trainer.optimizers[0].state_dict()}
 
 
-def way_to_save(name: str, is_sharded: bool) -> Any:
-    """Returns ``"plugin"``, ``"torch"`` or ``"torch, kept"``."""
-    if name == "plugin":
-        return ShardsByPlugin() if is_sharded else Plugin()
-    return Torch(collect if is_sharded else collect_file, name == "torch, kept")
-
-
-class Stalls(Callback):
-    """Saves again and again at the end of the only batch; ``result`` is what it took.
+def stalls(
+    meter: Meter, way: Way, url: str, saves: int, collect: Callable[[Trainer], Any], trainer: Trainer, state: State
+) -> dict[str, Any]:
+    """Saves again and again.
 
     Args:
         meter: Of this process.
         way: The way to save.
-        collect: Returns the state; what that takes by itself is measured as well.
         url: Where to; a number is added.
         saves: How often, after the first.
+        collect: Returns what is saved; what that takes by itself is measured as well.
+        trainer: It waits in a hook.
+        state: It has what is saved.
     """
-
-    def __init__(self, meter: Meter, way: Any, collect: Callable[[Trainer], Any], url: str, saves: int) -> None:
-        self._meter, self._way, self._collect, self._url, self._saves = meter, way, collect, url, saves
-        self.result: dict[str, Any] = {}
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        state = State(pl_module, trainer.optimizers[0])
-        state.fill()
-        tensors = state.tensors
-        buffers = [torch.ones_like(tensor) for tensor in tensors]
-        self._meter.ready()
-        stalls, saved, copied = [], [], []
-        trim()
-        with self._meter.watcher.watching() as peak:
-            for number in range(self._saves + 1):
-                copied.append(slowest(partial(copy, buffers, tensors)))
-                stalls.append(slowest(partial(self._way.save, trainer, f"{self._url}.{number}")))
-                saved.append(stalls[-1] + slowest(self._way.wait))
-        trim()
-        kept = self._meter.watcher.level() - peak.before
-        collected = [slowest(partial(self._collect, trainer)) for _ in range(self._saves)]
-        stall, copied_in = statistics.median(stalls[1:]), statistics.median(copied[1:])
-        self.result = {
-            "first_s": stalls[0],
-            "stalls_s": stalls[1:],
-            "copies_s": copied[1:],
-            "ratio": stall / copied_in,
-            "collected_s": collected,
-            "rest_ratio": (stall - statistics.median(collected)) / copied_in,
-            "saved_s": saved[1:],
-            "memory_mib": max(of_ranks(peak.extra)) / MIB,
-            "kept_mib": max(of_ranks(kept)) / MIB,
-        }
+    tensors = state.tensors
+    buffers = [torch.ones_like(tensor) for tensor in tensors]
+    meter.ready()
+    held, saved, copied = [], [], []
+    trim()
+    with meter.watcher.watching() as peak:
+        for number in range(saves + 1):
+            copied.append(slowest(partial(copy, buffers, tensors)))
+            held.append(slowest(partial(way.save, trainer, f"{url}.{number}")))
+            saved.append(held[-1] + slowest(way.wait))
+    trim()
+    kept = meter.watcher.level() - peak.before
+    collected = [slowest(partial(collect, trainer)) for _ in range(saves)]
+    stall, copied_in = statistics.median(held[1:]), statistics.median(copied[1:])
+    return {
+        "first_s": held[0],
+        "stalls_s": held[1:],
+        "copies_s": copied[1:],
+        "ratio": stall / copied_in,
+        "collected_s": collected,
+        "rest_ratio": (stall - statistics.median(collected)) / copied_in,
+        "saved_s": saved[1:],
+        "memory_mib": max(of_ranks(peak.extra)) / MIB,
+        "kept_mib": max(of_ranks(kept)) / MIB,
+    }
 
 
 def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -192,44 +167,16 @@ def stall_of_file(meter: Meter, url: str, mib: int, tensor_mib: int, saves: int,
     """Measures how long training stands still for saves of one file."""
     warm_up(url)
     one = way_to_save(way, is_sharded=False)
-    stalls = Stalls(meter, one, collect_file, url, saves)
-    fit_idle(partial(whole, mib, tensor_mib), stalls, plugins=list(one.plugins))
-    return stalls.result
+    measure = partial(stalls, meter, one, url, saves, collect_file)
+    return fit_idle(partial(whole, mib, tensor_mib), measure, plugins=one.plugins)
 
 
 def stall_of_shards(meter: Meter, url: str, strategy: str, mib: int, saves: int, way: str) -> dict[str, Any]:
     """Measures how long training stands still for sharded saves of ``mib`` MiB a rank."""
     warm_up(url)
     one = way_to_save(way, is_sharded=True)
-    stalls = Stalls(meter, one, collect, url, saves)
-    fit_idle(partial(one_huge, mib), stalls, strategy, list(one.plugins))
-    return stalls.result
-
-
-class Endless(IterableDataset[torch.Tensor]):
-    """The same batch again and again."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        batch = torch.randn(BATCH, WIDTH)
-        while True:
-            yield batch
-
-
-class Stepping(LightningModule):
-    """Trains a few layers, and has ``mib`` MiB of parameters beside them, in tensors of ``tensor_mib``."""
-
-    def __init__(self, mib: int, tensor_mib: int) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        tensors = (torch.full((tensor_mib * MIB // 4,), 1.0) for _ in range(mib // tensor_mib))
-        self.frozen = torch.nn.ParameterList(torch.nn.Parameter(tensor, requires_grad=False) for tensor in tensors)
-
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        loss: torch.Tensor = self.layers(batch).square().mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.layers.parameters(), lr=1e-6)
+    measure = partial(stalls, meter, one, url, saves, collect)
+    return fit_idle(partial(one_huge, mib), measure, strategy, one.plugins)
 
 
 class Steps(Callback):
@@ -241,7 +188,7 @@ class Steps(Callback):
         steps: How many without, each time.
     """
 
-    def __init__(self, way: Any, url: str, steps: int) -> None:
+    def __init__(self, way: Way, url: str, steps: int) -> None:
         self._way, self._url, self._steps = way, url, steps
         self._last = self._saved_at = self._uploaded = 0.0
         self._without: list[float] = []
@@ -291,9 +238,11 @@ def steps_beside_a_save(meter: Meter, url: str, mib: int, tensor_mib: int, steps
     torch.set_num_threads(1)
     one = way_to_save(way, is_sharded=False)
     timed = Steps(one, url, steps)
-    trainer = make_trainer(timed, list(one.plugins), devices=1)
+    trainer = make_trainer(timed, one.plugins, devices=1)
+    batches: Any = DataLoader([torch.randn(BATCH, WIDTH)] * MANY, batch_size=None)  # the same again and again
+    model = Training(WIDTH, 4, make_state(mib, tensor_mib).values())
     meter.ready()
-    trainer.fit(Stepping(mib, tensor_mib), DataLoader(Endless(), batch_size=None))
+    trainer.fit(model, batches)
     return timed.result
 
 

@@ -8,7 +8,7 @@ RANKS = 2
 #: Paths of checkpoints that are discarded, of one that is loaded again, and of one on a disk.
 FILE, FOLDER = "s3://sink/x.ckpt", "s3://sink/{release}-{run}.ckpt"
 SAVED, DISK = "s3://store/{release}.ckpt", "checkpoints/x.ckpt"
-#: How often something is measured: what varied by more than half between runs, by more than a tenth, and by less.
+#: How often a figure is measured: the more it has varied between runs, the more often; less than a tenth is little.
 OFTEN, SOMETIMES, TWICE = 5, 3, 2
 
 

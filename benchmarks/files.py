@@ -3,12 +3,12 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from measuring import MIB, Clock, Meter
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -129,26 +129,34 @@ def resume(meter: Meter, url: str, mib: int) -> dict[str, float]:
     return {"restore_mib": restore.extra / MIB, "step_mib": (step.bytes - restore.before) / MIB}
 
 
-class Line(LightningModule):
-    """The smallest model that trains."""
+class Training(LightningModule):
+    """Trains a few layers of ``width`` features, and has other parameters beside them.
 
-    def __init__(self) -> None:
+    Args:
+        width: Of each layer.
+        depth: How many layers.
+        frozen: The other parameters.
+    """
+
+    def __init__(self, width: int, depth: int, frozen: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(32, 1)
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
+        self.frozen = torch.nn.ParameterList(torch.nn.Parameter(tensor, requires_grad=False) for tensor in frozen)
 
-    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
-        loss: torch.Tensor = self.layer(batch[0]).square().mean()
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(batch).square().mean()
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
+        return torch.optim.AdamW(self.layers.parameters(), lr=1e-6)
 
 
 def fit(meter: Meter, url: str, epochs: int) -> dict[str, float]:
     """Trains with checkpoints, of which the newest and a copy of it are kept."""
     keep = ModelCheckpoint(dirpath=url, save_top_k=1, save_last=True)
     trainer = Trainer(accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[keep], **QUIET)
-    return meter.measure(lambda: trainer.fit(Line(), DataLoader(TensorDataset(torch.randn(64, 32)), batch_size=16)))
+    batches: Any = DataLoader(list(torch.randn(64, 32)), batch_size=16)
+    return meter.measure(lambda: trainer.fit(Training(32, 1), batches))
 
 
 MEASUREMENTS = (save, save_local, hold_up, load, save_training, resume, fit)

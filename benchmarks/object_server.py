@@ -9,7 +9,6 @@ and what that cost.
 
 import argparse
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -71,57 +70,8 @@ class Object:
         return sum(piece.size for piece in self.pieces)
 
 
-class Body(io.RawIOBase):
-    """Reads the next ``size`` bytes of a stream; without a size, it decodes chunks.
-
-    HTTP's chunked coding and S3's own inside it (aws-chunked) have the same frames.
-    """
-
-    def __init__(self, source: Any, size: int | None = None) -> None:
-        self._source, self._chunked = source, size is None
-        self._left = size or 0
-        self._ended = not self._chunked
-
-    def readinto(self, buffer: Any) -> int:
-        if not self._left and not self._ended:
-            self._left = int(self._source.readline().split(b";")[0], 16)
-            if not self._left:
-                self._ended = True
-                while self._source.readline().strip():  # trailers
-                    pass
-        if not self._left:
-            return 0
-        count: int = self._source.readinto(memoryview(buffer)[: self._left])
-        if not count:
-            raise ConnectionError("the client has left in the middle of a body")
-        self._left -= count
-        if self._chunked and not self._left:
-            self._source.readline()
-        return count
-
-    def readable(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True)
-class Link:
-    """What lies between a client and the server.
-
-    Attributes:
-        latency: Seconds from a request to its response; once more for the first of a connection, as a handshake.
-        rate: Bytes per second and connection, in each direction; 0 for no limit.
-    """
-
-    latency: float = 0.0
-    rate: float = 0.0
-
-
 class Refused(Exception):
-    """An answer other than success."""
-
-    def __init__(self, status: int, code: str) -> None:
-        super().__init__(code)
-        self.status, self.code = status, code
+    """An answer other than success: a status, and S3's code of the error."""
 
 
 def xml(kind: str, content: str = "", **texts: str) -> bytes:
@@ -138,9 +88,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        link = self.server.link
-        self._buffer = memoryview(bytearray(min(MIB, int(link.rate * STEP_SECONDS)) or MIB))
-        self._delay = 2 * link.latency
+        self._buffer = memoryview(bytearray(min(MIB, int(self.server.rate * STEP_SECONDS)) or MIB))
+        self._delay = 2 * self.server.latency
         self._due = 0.0
 
     def handle_request(self) -> None:
@@ -153,14 +102,18 @@ class Handler(BaseHTTPRequestHandler):
         body = self._read_body(keep=bucket != SINK or self.command == "POST")
         self.server.note(self, body.size)
         self.server.wait(self._delay)
-        self._delay = self.server.link.latency
+        self._delay = self.server.latency
         try:
+            if "Transfer-Encoding" in self.headers or "aws-chunked" in self.headers.get("Content-Encoding", ""):
+                self.close_connection = True  # its body has not been read: over plain http no client sends any
+                raise Refused(501, "NotImplemented")
             if key:
                 self._object_request((bucket, key), body)
             else:
                 self._bucket_request(bucket, body)
         except Refused as refused:
-            self._answer(refused.status, xml("Error", Code=refused.code))
+            status, code = refused.args
+            self._answer(status, xml("Error", Code=code))
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_request
 
@@ -176,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200)
 
     def _object_request(self, place: Key, body: Piece) -> None:
-        if self.command == "POST" and "uploads" in self._query:
+        if "uploads" in self._query:
             upload = self.server.new_name()
             self.server.uploads[upload] = {}
             self._answer(200, xml("InitiateMultipartUploadResult", Bucket=place[0], Key=place[1], UploadId=upload))
@@ -201,16 +154,15 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "PUT":
             uploads[upload][int(self._query["partNumber"])] = body
             self._answer(200, headers={"ETag": f'"{self.server.new_name()}"'})
-            return
-        parts = uploads.pop(upload)
-        if self.command == "DELETE":
+        elif self.command == "DELETE":
+            del uploads[upload]
             self._answer(204)
-            return
-        numbers = [int(text) for text in body.texts("PartNumber")]
-        if not numbers or not parts.keys() >= set(numbers):
-            raise Refused(400, "InvalidPart")
-        done = self.server.put(place, [parts[number] for number in numbers])
-        self._answer(200, xml("CompleteMultipartUploadResult", Bucket=place[0], Key=place[1], ETag=done.tag))
+        else:
+            parts, numbers = uploads.pop(upload), [int(text) for text in body.texts("PartNumber")]
+            if not numbers or not parts.keys() >= set(numbers):
+                raise Refused(400, "InvalidPart")
+            done = self.server.put(place, [parts[number] for number in numbers])
+            self._answer(200, xml("CompleteMultipartUploadResult", Bucket=place[0], Key=place[1], ETag=done.tag))
 
     def _find(self, place: Key) -> Object:
         if place not in self.server.objects:
@@ -245,26 +197,23 @@ class Handler(BaseHTTPRequestHandler):
                 continue
             cut = key.find(delimiter, len(prefix)) if delimiter else -1
             name = key if cut < 0 else key[: cut + len(delimiter)]
-            modified = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(found.modified))
-            entries[name] = (
-                xml("Contents", Key=name, LastModified=modified, ETag=found.tag, Size=str(found.size))
-                if cut < 0
-                else xml("CommonPrefixes", Prefix=name)
-            )
+            if cut < 0:
+                modified = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(found.modified))
+                entries[name] = xml("Contents", Key=name, LastModified=modified, ETag=found.tag, Size=str(found.size))
+            else:
+                entries[name] = xml("CommonPrefixes", Prefix=name)
         content = b"".join(entries.values()).decode()
         return xml("ListBucketResult", content, Name=bucket, KeyCount=str(len(entries)), IsTruncated="false")
 
     def _read_body(self, keep: bool) -> Piece:
-        is_chunked = "chunked" in self.headers.get("Transfer-Encoding", "")
-        frame = Body(self.rfile, None if is_chunked else int(self.headers.get("Content-Length") or 0))
-        is_coded = self.headers.get("x-amz-content-sha256", "").startswith("STREAMING")
-        content = Body(io.BufferedReader(frame)) if is_coded else frame
-        piece = Piece(keep)
-        while count := content.readinto(self._buffer):
+        piece, left = Piece(keep), int(self.headers.get("Content-Length") or 0)
+        while left:
+            count = self.rfile.readinto(self._buffer[:left])  # type: ignore[attr-defined]
+            if not count:
+                raise ConnectionError("the client has left in the middle of a body")
             self._pace(count)
             piece.append(self._buffer[:count])
-        while frame.readinto(self._buffer):  # what follows the coded content
-            pass
+            left -= count
         return piece
 
     def _send(self, pieces: list[Piece], start: int, end: int) -> None:
@@ -279,7 +228,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _pace(self, count: int) -> None:
         """Waits until a link of the given rate would have passed ``count`` bytes more."""
-        if rate := self.server.link.rate:
+        if rate := self.server.rate:
             now = time.monotonic()
             self._due = max(self._due, now - STEP_SECONDS) + count / rate
             self.server.wait(self._due - now)
@@ -302,14 +251,19 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class ObjectServer(ThreadingHTTPServer):
-    """Holds the objects, and a log of the requests."""
+    """Holds the objects, and a log of the requests.
+
+    Args:
+        latency: Seconds from a request to its response; once more for the first of a connection, as a handshake.
+        rate: Bytes per second and connection, in each direction; 0 for no limit.
+    """
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, latency: float, rate: float) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.link = link
+        self.latency, self.rate = latency, rate
         self.objects: dict[Key, Object] = {}
         self.uploads: dict[str, dict[int, Piece]] = {}
         self._numbers = itertools.count(1)
@@ -328,15 +282,9 @@ class ObjectServer(ThreadingHTTPServer):
     def note(self, request: Handler, size: int) -> None:
         """Puts a request with a body of ``size`` bytes into the log."""
         digest = request.headers.get("x-amz-content-sha256", "")
-        self._log.append(
-            {
-                "method": request.command,
-                "connection": request.client_address[1],
-                "client": request.headers.get("User-Agent", ""),
-                "payload": "SHA-256" if len(digest) == 64 else digest,
-                "bytes": size,
-            }
-        )
+        entry = {"method": request.command, "connection": request.client_address[1], "bytes": size}
+        entry["client"] = request.headers.get("User-Agent", "")
+        self._log.append({**entry, "payload": "SHA-256" if len(digest) == 64 else digest})
 
     def wait(self, seconds: float) -> None:
         """Lets the link take its time, and sums up when it keeps anybody waiting."""
@@ -369,10 +317,6 @@ class RunningServer:
 
     port: int
 
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
     def ask(self, method: str, what: str) -> dict[str, Any]:
         connection = HTTPConnection("127.0.0.1", self.port)
         connection.request(method, f"/-/{what}")
@@ -397,7 +341,7 @@ def main() -> None:
     parser.add_argument("--latency-ms", type=float, default=0, help="milliseconds from a request to its response")
     parser.add_argument("--megabytes-per-s", type=float, default=0, help="10^6 bytes per second and connection")
     arguments = parser.parse_args()
-    server = ObjectServer(Link(arguments.latency_ms / 1e3, arguments.megabytes_per_s * 1e6))
+    server = ObjectServer(arguments.latency_ms / 1e3, arguments.megabytes_per_s * 1e6)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)
     sys.stdin.read()

@@ -49,10 +49,9 @@ class Client:
 
     def ask(self, server: RunningServer, figure: Figure, measure: str, url: str) -> dict[str, Any]:
         """Asks for a measurement, and adds what the server saw of it."""
-        s3: dict[str, Any] = {"endpoint_url": server.endpoint, "key": "key", "secret": "secret"}
+        s3: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{server.port}", "key": "key", "secret": "secret"}
         s3["client_kwargs"] = {"region_name": "us-east-1"}
-        if not figure.is_signed:
-            s3["config_kwargs"] = UNSIGNED
+        s3["config_kwargs"] = {} if figure.is_signed else UNSIGNED
         request = {"measure": measure, "arguments": {"url": url, **figure.arguments}, "s3": s3, "ranks": figure.ranks}
         self._say(json.dumps(request))
         while (answer := self._answer()) == "ready":

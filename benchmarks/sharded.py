@@ -179,17 +179,35 @@ class Idle(LightningModule):
         pass
 
 
+class AtEnd(Callback):
+    """Measures once, at the end of the only batch, and keeps what came of it in ``result``."""
+
+    def __init__(self, measure: Callable[[Trainer, State], dict[str, Any]]) -> None:
+        self._measure = measure
+        self.result: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+        state = State(pl_module, trainer.optimizers[0])
+        state.fill()
+        self.result = self._measure(trainer, state)
+
+
 def fit_idle(
-    build: Callable[[], torch.nn.Module], callback: Callback, strategy: str = "", plugins: list[Any] | None = None
-) -> None:
-    """Fits such a model, in one process or in all ranks, for the sake of a callback that saves."""
+    build: Callable[[], torch.nn.Module],
+    measure: Callable[[Trainer, State], dict[str, Any]],
+    strategy: str = "",
+    plugins: list[Any] | None = None,
+) -> dict[str, Any]:
+    """Fits such a model, in one process or in all ranks, and returns what was measured then."""
     how: Any = "auto"
     if strategy == "fsdp1":
         how = TrainerCPUStrategy(state_dict_type="sharded")
     elif strategy == "fsdp2":
         how = trainer_strategies.ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
-    trainer = make_trainer(callback, plugins, strategy=how, devices=RANKS if strategy else 1)
+    at_end = AtEnd(measure)
+    trainer = make_trainer(at_end, plugins, strategy=how, devices=RANKS if strategy else 1)
     trainer.fit(Idle(build, strategy), DataLoader([0.0]))
+    return at_end.result
 
 
 def make_trainer(callback: Callback, plugins: list[Any] | None, **options: Any) -> Trainer:
@@ -213,24 +231,14 @@ def save_by_trainer(trainer: Trainer, url: str) -> None:
         stock_shards.save(url, collect(trainer), REST)
 
 
-class Save(Callback):
-    """Saves once, at the end of the only batch, and keeps what it took in ``result``."""
-
-    def __init__(self, meter: Meter, url: str) -> None:
-        self._meter, self._url = meter, url
-        self.result: dict[str, float] = {}
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        State(pl_module, trainer.optimizers[0]).fill()
-        self.result = self._meter.measure(lambda: save_by_trainer(trainer, self._url))
-
-
 def save_shards_by_trainer(meter: Meter, url: str, mib: int) -> dict[str, float]:
     """Saves a model and its optimizer of ``mib`` MiB a rank."""
     warm_up(url)
-    save = Save(meter, url)
-    fit_idle(partial(one_huge, mib), save, "fsdp2")
-    return save.result
+
+    def save(trainer: Trainer, state: State) -> dict[str, float]:
+        return meter.measure(lambda: save_by_trainer(trainer, url))
+
+    return fit_idle(partial(one_huge, mib), save, "fsdp2")
 
 
 MEASUREMENTS = (

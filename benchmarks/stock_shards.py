@@ -4,20 +4,15 @@ What stock Lightning gives to torch's writer and reader of local folders goes to
 be had without this Lightning.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from measuring import rank
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 
 from lightning.fabric.plugins import TorchCheckpointIO
 
@@ -26,45 +21,34 @@ OPTIONS = state_dict.StateDictOptions(cpu_offload=True)
 
 def collect(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """What this rank has of a model's and an optimizer's state, in host memory."""
-    with _kind_of_state(module):
-        state = {"model": _model_state(module)}
-        if optimizer is not None:
-            state["optimizer"] = _optimizer_state(module, optimizer)
+    if isinstance(module, FSDP1) and optimizer is not None:
+        kinds = ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
+        with FSDP1.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, *kinds):
+            return {"model": module.state_dict(), "optimizer": FSDP1.optim_state_dict(module, optimizer)}
+    state = {"model": state_dict.get_model_state_dict(module, options=OPTIONS)}
+    if optimizer is not None:
+        state["optimizer"] = _of_optimizer(module, optimizer)
     return state
 
 
 def save(url: str, shards: dict[str, Any], rest: dict[str, Any]) -> None:
     """Saves what each rank has, and the rest from rank zero."""
     dcp.save(shards, storage_writer=FsspecWriter(url))
-    if dist.get_rank() == 0:
+    if rank() == 0:
         TorchCheckpointIO().save_checkpoint(rest, f"{url}/meta.pt")
 
 
 def load(url: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Loads into a model and an optimizer, one after the other; not those of FSDP1."""
-    model = {"model": _model_state(module)}
+    model = {"model": state_dict.get_model_state_dict(module, options=OPTIONS)}
     dcp.load(model, storage_reader=FsspecReader(url))
     module.load_state_dict(model["model"])
     if optimizer is not None:
-        state = {"optimizer": _optimizer_state(module, optimizer)}
+        state = {"optimizer": _of_optimizer(module, optimizer)}
         dcp.load(state, storage_reader=FsspecReader(url))
         state_dict.set_optimizer_state_dict(module, optimizer, optim_state_dict=state["optimizer"], options=OPTIONS)
     TorchCheckpointIO().load_checkpoint(f"{url}/meta.pt")
 
 
-def _kind_of_state(module: torch.nn.Module) -> AbstractContextManager[None]:
-    if not isinstance(module, FullyShardedDataParallel):
-        return nullcontext()
-    model, optimizer = ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
-    return FullyShardedDataParallel.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, model, optimizer)
-
-
-def _model_state(module: torch.nn.Module) -> Any:
-    fsdp1 = isinstance(module, FullyShardedDataParallel)
-    return module.state_dict() if fsdp1 else state_dict.get_model_state_dict(module, options=OPTIONS)
-
-
-def _optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    if isinstance(module, FullyShardedDataParallel):
-        return FullyShardedDataParallel.optim_state_dict(module, optimizer)
+def _of_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return state_dict.get_optimizer_state_dict(module, optimizer, options=OPTIONS)

@@ -12,8 +12,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,29 +44,30 @@ class Sizes:
 def measure(device: str, sizes: Sizes) -> dict[str, Any]:
     """Returns the figures by name; on a CPU, for which these say little, those of the device's memory are missing."""
     figures: dict[str, Any] = {"device": torch.cuda.get_device_name() if device == "cuda" else device}
-    figures["bus_gib_per_s"] = bus_rate(device, sizes)
-    figures |= copies(device, sizes)
-    with process_group(device):
-        figures |= training(device, sizes)
-    return figures
+    figures |= {"bus_gib_per_s": bus_rate(device, sizes), **copies(device, sizes)}
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return figures | training(device, sizes)
+    finally:
+        dist.destroy_process_group()
 
 
-def synchronize(device: str) -> None:
+def seconds(device: str, call: Callable[[], Any]) -> float:
+    """What a call takes, and all that it has the device do."""
     if device == "cuda":
         torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def bus_rate(device: str, sizes: Sizes) -> float:
     source = torch.ones(sizes.large[0] * MIB, dtype=torch.uint8, device=device)
     target = torch.zeros(source.shape, dtype=torch.uint8, pin_memory=device == "cuda")
-    seconds = []
-    for _ in range(sizes.runs + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return source.nbytes / 2**30 / statistics.median(seconds[1:])
+    taken = [seconds(device, lambda: target.copy_(source, non_blocking=True)) for _ in range(sizes.runs + 1)]
+    return source.nbytes / 2**30 / statistics.median(taken[1:])
 
 
 def copies(device: str, sizes: Sizes) -> dict[str, float]:
@@ -78,14 +78,17 @@ def copies(device: str, sizes: Sizes) -> dict[str, float]:
     staging = Staging()
     blocked, rates, grown = [], [], []
     for _ in range(sizes.runs + 1):
-        synchronize(device)
-        before = peak(device, reset=True)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.max_memory_allocated()
         start = time.perf_counter()
         staged = staging.stage_object(state)
         blocked.append(time.perf_counter() - start)
         staged.wait()
         rates.append(staged.size / 2**30 / (time.perf_counter() - start))
-        grown.append((peak(device) - before) / MIB)
+        if device == "cuda":
+            grown.append((torch.cuda.max_memory_allocated() - before) / MIB)
         staged.release()
     figures = {
         "copied_gib": staged.size / 2**30,
@@ -93,63 +96,43 @@ def copies(device: str, sizes: Sizes) -> dict[str, float]:
         "copy_seconds_of_the_cpu": statistics.median(blocked[1:]),
         "copy_gib_per_s": statistics.median(rates[1:]),
     }
-    return figures | ({"device_memory_mib": max(grown)} if device == "cuda" else {})
-
-
-def peak(device: str, reset: bool = False) -> int:
-    """Bytes of the device's memory that were most in use since the last reset."""
-    if device != "cuda":
-        return 0
-    if reset:
-        torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.max_memory_allocated()
-
-
-@contextmanager
-def process_group(device: str) -> Iterator[None]:
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    return figures | ({"device_memory_mib": max(grown)} if grown else {})
 
 
 def training(device: str, sizes: Sizes) -> dict[str, float]:
     """How long an interval of steps takes with and without a copy, which another thread uses and releases."""
-    model = torch.nn.Sequential(
-        *(torch.nn.Linear(sizes.width, sizes.width, device=device) for _ in range(sizes.layers))
-    )
-    mesh = init_device_mesh(device, (1,))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    layers = [torch.nn.Linear(sizes.width, sizes.width, device=device) for _ in range(sizes.layers)]
+    model, mesh = torch.nn.Sequential(*layers), init_device_mesh(device, (1,))
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
     batch = torch.randn(sizes.batch, sizes.width, device=device)
+    staging, users, blocked = Staging(), list[threading.Thread](), []
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
+    def steps(count: int = sizes.steps) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
 
-    step()
-    staging = Staging()
-    staging.warm(sum(tensor.nbytes for tensor in shard(model, optimizer)), pinned=device == "cuda")
-    with_copy, without, blocked = [], [], []
+    def stage_and_step() -> None:
+        start = time.perf_counter()
+        staged = staging.stage_tensors(shard(model, optimizer), optimizer.state_dict()["param_groups"])
+        blocked.append(time.perf_counter() - start)
+        users.append(threading.Thread(target=use, args=[staged]))
+        users[-1].start()
+        steps()
+
+    steps(1)
+    size = sum(tensor.nbytes for tensor in shard(model, optimizer))
+    staging.warm(size, pinned=device == "cuda")
+    with_copy, without = [], []
     for _ in range(sizes.runs + 1):
-        without.append(interval(device, sizes, step))
-        users: list[threading.Thread] = []
-
-        def stage(users: list[threading.Thread] = users) -> None:
-            start = time.perf_counter()
-            staged = staging.stage_tensors(shard(model, optimizer), optimizer.state_dict()["param_groups"])
-            blocked.append(time.perf_counter() - start)
-            users.append(threading.Thread(target=use, args=[staged]))
-            users[0].start()
-
-        with_copy.append(interval(device, sizes, step, stage))
-        users[0].join()
+        without.append(seconds(device, steps))
+        with_copy.append(seconds(device, stage_and_step))
+        users[-1].join()
     return {
-        "shard_gib": sum(tensor.nbytes for tensor in shard(model, optimizer)) / 2**30,
+        "shard_gib": size / 2**30,
         "steps": sizes.steps,
         "steps_seconds": statistics.median(without[1:]),
         "steps_with_a_copy_seconds": statistics.median(with_copy[1:]),
@@ -162,17 +145,6 @@ def shard(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torc
     states = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [tensor.detach() for tensor in (*model.parameters(), *states)]
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-
-
-def interval(device: str, sizes: Sizes, step: Callable[[], None], at_first: Callable[[], None] | None = None) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    if at_first is not None:
-        at_first()
-    for _ in range(sizes.steps):
-        step()
-    synchronize(device)
-    return time.perf_counter() - start
 
 
 def use(staged: Staged) -> None:

@@ -6,8 +6,8 @@
   does; every rank uploads one file in parts, and reports it; rank zero gathers the reports, makes the metadata, and
   writes it. A synchronous save holds up training until then; an asynchronous one only for the plan and the copy.
 - The ranks of a node share its network interface; a connection has a limit of its own. A request costs the store's
-  latency, the first one of a connection twice. A store refuses requests beyond its limit for a prefix, and fails
-  some at random; both are sent again, after pauses that grow.
+  latency, the first one of a connection twice. A store refuses requests beyond its limit for a prefix, which are sent
+  again, after pauses that grow.
 - Some nodes are stragglers, whose network interface is slower.
 - Of a large job only so many nodes are played as :data:`PLAYED`, each for several that do the same; the store's limit
   is that part of what it is.
@@ -52,7 +52,6 @@ class Store:
     latency: float = 0.0  #: from a request's last byte to its answer
     connection: float = math.inf  #: of one connection
     writes: float = math.inf  #: PUT and POST requests that it takes for one prefix; more are answered with 503
-    failing: float = 0.0  #: the share of requests that fail otherwise
     first_pause: float = 0.1  #: before a request is sent again
     longest_pause: float = 15.0  #: what pauses grow to
     patience: float = 180.0  #: after which a request is not sent again
@@ -94,11 +93,8 @@ class Outcome:
 
     stall: float = 0.0  #: how long training stood still
     durable: float = 0.0  #: from the start until the checkpoint was complete
-    planned: float = 0.0  #: when every rank had its plan
-    uploaded: float = 0.0  #: when the last rank had uploaded
-    requests: int = 0  #: all, those that were refused or failed included
-    writes: int = 0  #: those that are billed as writes
-    retries: int = 0  #: requests that were sent again
+    writes: int = 0  #: requests that are billed as writes
+    retries: int = 0  #: requests that were refused and sent again
     bytes: float = 0.0  #: what went over the interfaces of all nodes
     busiest: int = 0  #: the most writes that were asked for within one second
 
@@ -130,8 +126,7 @@ class _Save:
         self._simulation.start(self._whole())
         self._simulation.run()
         outcome, each = self.outcome, self._each
-        for name in ("requests", "writes", "retries"):
-            setattr(outcome, name, round(getattr(outcome, name) * each))
+        outcome.writes, outcome.retries = round(outcome.writes * each), round(outcome.retries * each)
         outcome.bytes = each * sum(link.bytes for link in self._links)
         outcome.busiest = round(each * max(self._seconds.values()))
         return outcome
@@ -149,9 +144,7 @@ class _Save:
             yield self._fabric.send(others * planning.plan)
             yield planning.global_plan
             yield self._fabric.send(others * planning.plan)
-        self.outcome.planned = simulation.now
         yield from [simulation.start(self._upload(rank)) for rank in range(len(self._links) * cluster.ranks)]
-        self.outcome.uploaded = simulation.now
         if others:
             yield self._fabric.send(others * planning.report)
         yield planning.commit
@@ -202,14 +195,12 @@ class _Save:
         if is_new:
             yield store.latency
         while True:
-            self.outcome.requests += 1
             self._seconds[int(simulation.now)] += 1
             if self._allowance.take():  # else it is refused before the store has seen the body
                 yield link.send(size)
                 self.outcome.writes += 1
-                if not store.failing or self._random.random() >= store.failing:
-                    yield store.latency
-                    return
+                yield store.latency
+                return
             if simulation.now - started > store.patience:
                 raise SaveFailed(f"the store has refused a request for more than {store.patience:.0f} s")
             self.outcome.retries += 1
@@ -228,7 +219,7 @@ def simulate(
         store: The object store.
         release: Who saves.
         planning: What planning costs; nothing if not given.
-        seed: Of what is random: stragglers, failures, pauses.
+        seed: Of what is random: stragglers, pauses.
 
     Raises:
         SaveFailed: The store refused a request for too long.

@@ -64,19 +64,20 @@ def rank_of(world: int, rank: int) -> Iterator[DeviceMesh]:
 
 
 def state(layers: int, mesh: DeviceMesh) -> dict[str, Any]:
-    """What a rank gives to torch.distributed.checkpoint: tensors without data, but for the counters of Adam."""
-    names = parameters(layers)
+    """What a rank gives to torch.distributed.checkpoint: tensors without data, but for the counters of Adam.
+
+    Raises:
+        ValueError: So many ranks cannot share the rows evenly.
+    """
+    if KEYS % mesh.size():
+        raise ValueError(f"{mesh.size()} ranks cannot share {KEYS} rows evenly: take a power of two up to {KEYS}")
 
     def part(shape: tuple[int, ...]) -> DTensor:
-        rows = shape[0] // mesh.size()
-        if rows * mesh.size() != shape[0]:
-            raise ValueError(
-                f"{mesh.size()} ranks cannot share {shape[0]} rows evenly: take a power of two up to {KEYS}"
-            )
-        local = torch.empty(rows, *shape[1:], device="meta")
+        local = torch.empty(shape[0] // mesh.size(), *shape[1:], device="meta")
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
 
+    names = parameters(layers)
     moments = {
         name: {"step": torch.tensor(1.0), "exp_avg": part(shape), "exp_avg_sq": part(shape)}
         for name, shape in names.items()
