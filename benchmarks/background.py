@@ -101,17 +101,7 @@ def collect_file(trainer: Trainer) -> dict[str, Any]:
 def stalls(
     meter: Meter, way: Way, url: str, saves: int, collect: Callable[[Trainer], Any], trainer: Trainer, state: State
 ) -> dict[str, Any]:
-    """Saves again and again.
-
-    Args:
-        meter: Of this process.
-        way: The way to save.
-        url: Where to; a number is added.
-        saves: How often, after the first.
-        collect: Returns what is saved; what that takes by itself is measured as well.
-        trainer: It waits in a hook.
-        state: It has what is saved.
-    """
+    """Saves once, and ``saves`` times more; what it takes to ``collect`` the state by itself is measured as well."""
     tensors = state.tensors
     buffers = [torch.ones_like(tensor) for tensor in tensors]
     meter.ready()
@@ -180,13 +170,7 @@ def stall_of_shards(meter: Meter, url: str, strategy: str, mib: int, saves: int,
 
 
 class Steps(Callback):
-    """Takes the time of steps without a save, while the state is on its way, and again without.
-
-    Args:
-        way: The way to save.
-        url: Where to.
-        steps: How many without, each time.
-    """
+    """Takes the time of ``steps`` steps without a save, of all while the state is in flight, and of as many again."""
 
     def __init__(self, way: Way, url: str, steps: int) -> None:
         self._way, self._url, self._steps = way, url, steps

@@ -130,13 +130,7 @@ def resume(meter: Meter, url: str, mib: int) -> dict[str, float]:
 
 
 class Training(LightningModule):
-    """Trains a few layers of ``width`` features, and has other parameters beside them.
-
-    Args:
-        width: Of each layer.
-        depth: How many layers.
-        frozen: The other parameters.
-    """
+    """Trains a few layers of ``width`` features, and has other parameters beside them, which are frozen."""
 
     def __init__(self, width: int, depth: int, frozen: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()

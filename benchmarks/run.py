@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,22 @@ UNSIGNED = {
 }
 
 
-@dataclass
 class Client:
-    """A running ``client.py`` in the environment of a release."""
+    """A running ``client.py`` in the environment of a release, which knows of no store but the one it is told of."""
 
-    process: "subprocess.Popen[str]"
-    errors: Path
-    versions: dict[str, str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.versions = self._answer()
+    def __init__(self, python: Path, folder: Path, stack: ExitStack) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "FSSPEC_"))}
+        environment |= dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), "does-not-exist")
+        environment["NO_PROXY"] = "127.0.0.1"
+        folder.mkdir()
+        self._errors = folder / "errors.txt"
+        self._process = stack.enter_context(
+            subprocess.Popen(
+                [python.absolute(), HERE / "client.py"], cwd=folder, env=environment, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stack.enter_context(self._errors.open("w")),
+            )
+        )  # fmt: skip
+        self.versions: dict[str, str] = self._answer()
 
     def ask(self, server: RunningServer, figure: Figure, measure: str, url: str) -> dict[str, Any]:
         """Asks for a measurement, and adds what the server saw of it."""
@@ -60,51 +66,25 @@ class Client:
         return {**answer, **traffic(server.ask("GET", "log"))}
 
     def _say(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
 
     def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"a client failed:\n{self.errors.read_text()[-5000:]}")
+            raise RuntimeError(f"a client failed:\n{self._errors.read_text()[-5000:]}")
         return json.loads(line)
 
 
 @contextmanager
-def client(python: Path, folder: Path) -> Iterator[Client]:
-    """Starts a client that knows of no store but the one it is told of."""
-    strangers = ("AWS_", "FSSPEC_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(strangers)}
-    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-        environment[name] = "does-not-exist"
-    environment["NO_PROXY"] = "127.0.0.1"
-    folder.mkdir()
-    errors = folder / "errors.txt"
-    with (
-        errors.open("w") as log,
-        subprocess.Popen(
-            [python.absolute(), HERE / "client.py"], cwd=folder, env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-        ) as process,
-    ):  # fmt: skip
-        yield Client(process, errors)
-
-
-@contextmanager
 def clients_of(others: list[Path], beside: Path) -> Iterator[dict[str, Client]]:
-    """Starts a client for each of other interpreters, and one for this, whose column is ``"ours"``.
-
-    Args:
-        others: The interpreters.
-        beside: A file on the disk that local checkpoints go to.
-    """
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=beside.parent)))
+    """Starts a client for each of other interpreters, and one for this; their disk is the one of a file ``beside``."""
+    with tempfile.TemporaryDirectory(dir=beside.parent) as folder, ExitStack() as stack:
         started = {}
         for number, python in enumerate([*others, Path(sys.executable)]):
-            one = stack.enter_context(client(python, folder / str(number)))
+            one = Client(python, Path(folder, str(number)), stack)
             started[f"stock {one.versions['lightning']}" if number < len(others) else OURS] = one
         yield started
 

@@ -35,14 +35,7 @@ class TrainerCPUStrategy(trainer_strategies.FSDPStrategy):
 
 
 class Training:
-    """A model and its optimizer, set up by Fabric, and what takes them to a checkpoint and back.
-
-    Args:
-        strategy: ``"fsdp2"`` or ``"fsdp1"``.
-        model: It is sharded here.
-        has_optimizer: Whether there is an optimizer.
-        plugins: For Fabric.
-    """
+    """A model and its optimizer, sharded by Fabric (``"fsdp2"`` or ``"fsdp1"``), that can be saved and loaded."""
 
     def __init__(
         self, strategy: str, model: torch.nn.Module, has_optimizer: bool = True, plugins: list[Any] | None = None
@@ -156,12 +149,7 @@ def shards_on_disk(meter: Meter, url: str, strategy: str, mib: int) -> dict[str,
 
 
 class Idle(LightningModule):
-    """A model that takes no step.
-
-    Args:
-        build: Makes it.
-        strategy: As that of :func:`~states.shard`.
-    """
+    """A model that takes no step; its strategy is that of :func:`~states.shard`."""
 
     def __init__(self, build: Callable[[], torch.nn.Module], strategy: str = "") -> None:
         super().__init__()

@@ -3,13 +3,11 @@
 from typing import Any
 
 import torch
+from figures import RANKS
 from measuring import MIB, rank
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-
-#: The ranks of a sharded checkpoint, all on this machine.
-RANKS = 2
 
 
 class Layer(torch.nn.Module):

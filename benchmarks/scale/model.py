@@ -211,15 +211,15 @@ class _Save:
 def simulate(
     size: float, cluster: Cluster, store: Store, release: Release, planning: Planning | None = None, seed: int = 0
 ) -> Outcome:
-    """Plays one save.
+    """Plays one save of a state, which the ranks share evenly.
 
     Args:
-        size: Bytes of the whole state, which the ranks share evenly.
+        size: Bytes of the whole state.
         cluster: The machines.
         store: The object store.
-        release: Who saves.
-        planning: What planning costs; nothing if not given.
-        seed: Of what is random: stragglers, pauses.
+        release: The way to save.
+        planning: Costs of planning; none if not given.
+        seed: Seed of what is random: stragglers, pauses.
 
     Raises:
         SaveFailed: The store refused a request for too long.

@@ -89,11 +89,6 @@ class Crowd:
 
     It takes the place of the group of ranks that a save is given. What every rank says and is answered is pickled and
     unpickled, as it would be, and what rank zero does with it is measured.
-
-    Args:
-        world: How many ranks.
-        steps: Where to.
-        folder: Of the checkpoint.
     """
 
     rank, is_coordinator = 0, True
