@@ -33,6 +33,7 @@ from tables import of_planning
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.sharded.global_plan import PackedPlan
 from lightning.fabric.storage.sharded.save_planner import PlanCache, Shard
@@ -148,11 +149,11 @@ def save(world: int, folder: Path) -> tuple[Steps, dict[str, int]]:
     plans.check(LAYERS, world, shard.plan)
     crowd.plan = shard.plan
     shard = replace(shard, resolve=_small)
-    ShardWriter(folder / "x.ckpt", crowd).save(lambda: shard, agreed)
+    ShardWriter(locate(folder / "x.ckpt"), crowd).save(lambda: shard, agreed)
     sizes = {**crowd.sizes, "metadata": (folder / "x.ckpt" / ".metadata").stat().st_size}
     content = (folder / "x.ckpt" / ".metadata").read_bytes()
     with first.step("every rank that loads: unpickle the metadata"):
-        metadata_file.parse_metadata(content, folder)
+        metadata_file.parse_metadata(content, locate(folder))
     agreed.agree(lambda: shard.plan, Crowd(world, second, folder / "x.ckpt"))
     first.steps |= {f"again: {name}": step for name, step in second.steps.items()}
     return first, {**sizes, **save_as_torch(world, shard.plan, first)}

@@ -21,7 +21,7 @@ pytestmark = [
 def test_tensors_on_the_device_come_back_bit_for_bit(place: str, lean: bool, bucket: Bucket, tmp_path: Path) -> None:
     state = {name: torch.randn(size, device="cuda") for name, size in [("a", 40 * 2**20), ("b", 1), ("c", 3 * 2**20)]}
     url = locate(f"{bucket.url}/x.ckpt" if place == "s3" else tmp_path / "x.ckpt")
-    with transport.open_writer(url, lean=lean) as file:
+    with transport.open_writer(locate(url), lean=lean) as file:
         torch.save(state, file)
     loaded = load_file(url)
     assert all(value.device.type == "cuda" and torch.equal(value, loaded[name]) for name, value in state.items())

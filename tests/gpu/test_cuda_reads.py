@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.sharded.read_plan import read_plan
 from tests.storage.shards import Targets, along, make, slices
 
@@ -24,7 +25,7 @@ def test_any_part_reaches_a_device_bit_for_bit(tmp_path: Path, dtype: torch.dtyp
         for name, tensor in state.items():
             for chunk in cut(tensor.size()):
                 planned.add(name, torch.zeros(chunk.sizes, dtype=dtype, device="cuda"), chunk)
-        read_plan(tmp_path, metadata, planned.plan, planned)
+        read_plan(locate(tmp_path), metadata, planned.plan, planned)
         assert len(planned.committed) == len(planned.plan.items)
         for index, target in planned.tensors.items():
             saved = next(chunk for chunk in cut(state[index.fqn].size()) if chunk.offsets == index.offset)

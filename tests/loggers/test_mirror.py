@@ -18,6 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lightning.fabric.loggers import mirror as module
 from lightning.fabric.loggers.logs import LogFiles, has_entries, make_folder, next_version, path_or_url
 from lightning.fabric.loggers.mirror import Mirror
+from lightning.fabric.storage.paths.location import locate
 from tests.servers import Bucket
 from tests.storage.places import Memory
 
@@ -30,8 +31,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     uploads = []
     real = module.open_writer
 
-    def open_writer(location: Any) -> Any:
-        context = real(location)
+    def open_writer(place: Any) -> Any:
+        context = real(place)
 
         class Counting:
             def __enter__(self) -> Any:
@@ -39,7 +40,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
                 return self.sink
 
             def __exit__(self, *error: Any) -> Any:
-                uploads.append((str(location).rpartition("/")[2], self.sink.tell()))
+                uploads.append((str(place).rpartition("/")[2], self.sink.tell()))
                 return context.__exit__(*error)
 
         return Counting()
@@ -86,7 +87,7 @@ def copies(prefix: str = "logs/run/") -> dict[str, bytes]:
 def test_segments_hold_each_record_once_and_begin_with_the_version(
     url: str, clock: SimpleNamespace, sent: list[tuple[str, int]]
 ) -> None:
-    mirror = Mirror(url)
+    mirror = Mirror(locate(url))
     head, records = record(b"version"), [record(b"%6d" % number * 2000) for number in range(1000)]
     append(mirror, EVENTS, head)
     for content in records:
@@ -103,7 +104,7 @@ def test_segments_hold_each_record_once_and_begin_with_the_version(
 
 
 def test_a_record_that_is_being_written_is_not_sent_yet(url: str) -> None:
-    mirror = Mirror(url)
+    mirror = Mirror(locate(url))
     whole, torn = record(b"version"), record(b"later")
     append(mirror, EVENTS, whole + torn[:20])
     mirror.drain()
@@ -114,7 +115,7 @@ def test_a_record_that_is_being_written_is_not_sent_yet(url: str) -> None:
 
 
 def test_a_burst_of_events_goes_in_segments_of_bounded_size_each_once(url: str, sent: list[tuple[str, int]]) -> None:
-    mirror = Mirror(url)
+    mirror = Mirror(locate(url))
     records = [record(bytes(2**20)) for _ in range(20)]
     append(mirror, EVENTS, b"".join(records))
     mirror.drain()
@@ -124,7 +125,7 @@ def test_a_burst_of_events_goes_in_segments_of_bounded_size_each_once(url: str, 
 def test_a_whole_file_is_sent_a_bounded_number_of_times(
     url: str, clock: SimpleNamespace, sent: list[tuple[str, int]]
 ) -> None:
-    mirror = Mirror(url)
+    mirror = Mirror(locate(url))
     for _ in range(1000):
         append(mirror, "metrics.csv", bytes(5000))
         a_round(mirror)
@@ -136,7 +137,7 @@ def test_a_whole_file_is_sent_a_bounded_number_of_times(
 def test_a_slow_log_lags_no_more_than_four_minutes_per_mib(
     url: str, clock: SimpleNamespace, sent: list[tuple[str, int]]
 ) -> None:
-    mirror = Mirror(url)
+    mirror = Mirror(locate(url))
     append(mirror, "metrics.csv", bytes(2**20))
     times = []
     for clock.now in range(0, 30 * 200, 30):
@@ -149,7 +150,7 @@ def test_a_slow_log_lags_no_more_than_four_minutes_per_mib(
 
 
 def test_a_file_that_did_not_change_is_not_sent_again(url: str, sent: list[tuple[str, int]]) -> None:
-    mirror = Mirror(url)
+    mirror = Mirror(locate(url))
     append(mirror, "metrics.csv", b"1")
     append(mirror, EVENTS, record(b"version"))
     for _ in range(3):
@@ -160,7 +161,7 @@ def test_a_file_that_did_not_change_is_not_sent_again(url: str, sent: list[tuple
 def test_the_first_failure_is_raised_and_later_ones_are_warnings_until_it_works(
     bucket: Bucket, impatient: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mirror = Mirror(f"{bucket.url}/run")
+    mirror = Mirror(locate(f"{bucket.url}/run"))
     append(mirror, "metrics.csv", b"1")
     with bucket.refusing(lambda method, path: 403):
         with pytest.raises(PermissionError, match=r"run/metrics\.csv"):
@@ -181,7 +182,7 @@ def test_the_first_failure_is_raised_and_later_ones_are_warnings_until_it_works(
 def test_what_cannot_be_copied_at_the_end_stays_in_a_folder_that_is_named(
     bucket: Bucket, impatient: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mirror = Mirror(f"{bucket.url}/run")
+    mirror = Mirror(locate(f"{bucket.url}/run"))
     append(mirror, "metrics.csv", b"1")
     mirror.flush()
     append(mirror, "metrics.csv", b"2")
@@ -194,7 +195,7 @@ def test_what_cannot_be_copied_at_the_end_stays_in_a_folder_that_is_named(
 
 
 def test_a_mirror_that_is_no_longer_used_copies_the_rest_and_removes_its_folder(url: str) -> None:
-    mirror = Mirror(url)
+    mirror = Mirror(locate(url))
     mirror.flush()
     append(mirror, "metrics.csv", b"12")
     copied, folder = mirror._copies, mirror.folder
@@ -210,7 +211,7 @@ def threads() -> list[threading.Thread]:
 
 def test_a_mirror_has_no_thread_between_a_drain_and_the_next_flush(url: str) -> None:
     before = threads()
-    mirror = Mirror(url)
+    mirror = Mirror(locate(url))
     for number in range(2):
         append(mirror, "metrics.csv", b"%d" % number)
         mirror.flush()
@@ -227,7 +228,7 @@ def test_a_mirror_has_no_thread_between_a_drain_and_the_next_flush(url: str) -> 
 
 def test_what_could_not_be_copied_by_a_drain_is_tried_again_by_a_thread(bucket: Bucket, impatient: None) -> None:
     before = threads()
-    mirror = Mirror(f"{bucket.url}/run")
+    mirror = Mirror(locate(f"{bucket.url}/run"))
     mirror.drain()
     append(mirror, "metrics.csv", b"1")
     with bucket.refusing(lambda method, path: 403):
@@ -243,7 +244,8 @@ def test_what_could_not_be_copied_by_a_drain_is_tried_again_by_a_thread(bucket: 
 def test_the_end_of_the_interpreter_copies_the_rest(bucket: Bucket, last: str, is_used: bool) -> None:
     script = f"""
 from lightning.fabric.loggers.mirror import Mirror
-mirror = Mirror("{bucket.url}/run")
+from lightning.fabric.storage.paths.location import locate
+mirror = Mirror(locate("{bucket.url}/run"))
 (mirror.folder / "a").write_text("1")
 mirror.{last}()
 (mirror.folder / "a").write_text("12")
@@ -259,14 +261,14 @@ if not {is_used}:
 def test_a_handler_of_a_signal_that_comes_amidst_copying_does_not_wait_for_itself(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mirror = Mirror(url)
+    mirror = Mirror(locate(url))
     append(mirror, "a", b"1")
     real, calls = module.open_writer, count()
 
-    def interrupted(location: Any) -> Any:
+    def interrupted(place: Any) -> Any:
         if next(calls) == 0:
             mirror.drain()
-        return real(location)
+        return real(place)
 
     monkeypatch.setattr(module, "open_writer", interrupted)
     mirror.drain()
@@ -275,7 +277,7 @@ def test_a_handler_of_a_signal_that_comes_amidst_copying_does_not_wait_for_itsel
 
 
 def test_a_pickled_mirror_goes_on_with_the_files_but_not_with_the_events(url: str) -> None:
-    mirror = Mirror(url)
+    mirror = Mirror(locate(url))
     append(mirror, "metrics.csv", b"1")
     append(mirror, EVENTS, record(b"version"))
     other = pickle.loads(pickle.dumps(mirror))

@@ -58,7 +58,7 @@ def run(
     pace = Pace(io, LAGS.get(name, lag), late=late or name in LAGS)
     plugin = AsyncCheckpointIO(io, max_in_flight=lag + 2, on_error="warn")
     make_trainer(plugin, folder, checkpoint, pace).fit(Model(scores))
-    assert_knows_what_is_there(checkpoint, [os.fspath(save.location) for save in pace.saves if save.succeeded], scores)
+    assert_knows_what_is_there(checkpoint, [save.place.raw for save in pace.saves if save.succeeded], scores)
 
 
 def assert_knows_what_is_there(checkpoint: ModelCheckpoint, durable: list[str], scores: list[float]) -> None:

@@ -20,6 +20,7 @@ from lightning.fabric.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.storage import save_report
 from lightning.fabric.storage.background import pending
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.save_report import SaveReport, finished, reporting, stage
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress import save_progress
@@ -71,7 +72,7 @@ class Behind(TorchCheckpointIO):
     last: tuple[SaveReport, threading.Thread] | None = None
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        report = SaveReport(Path(path))
+        report = SaveReport(locate(path))
         with reporting(report):
             with stage("wait"):
                 self.settle()

@@ -269,7 +269,7 @@ class StorageContract:
         old, new = ({"a": torch.full((size,), value), "b": torch.full((size,), value)} for value in (1.0, 2.0))
         store.outside.put(NAME, serialized(old))
 
-        def replace(storage: Any, location: str) -> Any:
+        def replace(storage: Any, place: str) -> Any:
             store.outside.put(NAME, serialized(new))
             return storage
 

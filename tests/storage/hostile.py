@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from lightning.fabric.storage.archives import load
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.strategies import checkpoints
 from lightning.fabric.storage.tools import consolidate, discover, verify
@@ -67,13 +68,13 @@ def stock(folder: Path, state: dict[str, Any] = STATE, meta: Any = META) -> Any:
 def ours(folder: Path, state: dict[str, Any] = STATE, meta: Any = META) -> Any:
     """Saves as this library does, and returns the metadata."""
     checkpoints.save_sharded(state, meta, folder)
-    return metadata_file.read_metadata(folder)[0]
+    return metadata_file.read_metadata(locate(folder))[0]
 
 
 def write(folder: Path, metadata: Any) -> None:
     """Replaces the metadata, as whoever saved them would: with the right checksum if they are ours."""
     if hasattr(metadata, "lightning"):
-        metadata_file.write_metadata(folder, metadata)
+        metadata_file.write_metadata(locate(folder), metadata)
     else:
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
@@ -409,14 +410,14 @@ def load_all(path: Path) -> None:
 
 
 def verify_all(path: Path) -> None:
-    problems = verify.verify(path).problems
+    problems = verify.verify(locate(path)).problems
     if problems:
         raise OSError(problems[0])
 
 
 def consolidate_all(path: Path) -> None:
     if path.is_dir():
-        consolidate.consolidate(path, path.with_name("consolidated"))
+        consolidate.consolidate(locate(path), locate(path.with_name("consolidated")))
     else:
         checkpoints.load_full(path)
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from typing_extensions import override
 
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.sharded.checksums import FileRecords, Record
 from lightning.fabric.storage.sharded.record_writer import RecordWriter
@@ -83,7 +84,7 @@ def make(
         shards["__0_0.distcp"].append((MetadataIndex(name), saved))
     records = {}
     for name, items in shards.items():
-        with open_writer(folder / name) as file:
+        with open_writer(locate(folder / name)) as file:
             records[name] = [_append(file, value, checksums) for _, value in items]
         for (index, _), record in zip(items, records[name], strict=True):
             metadata.storage_data[index] = _StorageInfo(name, record.offset, record.length)

@@ -132,7 +132,7 @@ def test_only_rank_zero_logs(tmp_path: Path, logged: Callable[[], list[str]], mo
 
 
 def test_a_stage_within_another_is_counted_once(tmp_path: Path) -> None:
-    report = SaveReport(tmp_path)
+    report = SaveReport(locate(tmp_path))
     started = time.monotonic()
     with reporting(report), stage("upload"), stage("commit"):
         time.sleep(0.1)
@@ -142,7 +142,7 @@ def test_a_stage_within_another_is_counted_once(tmp_path: Path) -> None:
 
 
 def test_stages_in_a_row_end_as_the_next_one_begins(tmp_path: Path, heard: Heard) -> None:
-    with reporting(SaveReport(tmp_path)), stages("stage") as enter:
+    with reporting(SaveReport(locate(tmp_path))), stages("stage") as enter:
         enter("upload")
         enter("commit")
     assert heard.events == [(what, name) for name in ("stage", "upload", "commit") for what in ("begin", "end")]
@@ -156,7 +156,7 @@ def test_without_a_report_nothing_is_recorded(heard: Heard) -> None:
 
 
 def test_a_background_thread_records_apart_and_listeners_do_not_hear_of_it(tmp_path: Path, heard: Heard) -> None:
-    report = SaveReport(tmp_path)
+    report = SaveReport(locate(tmp_path))
 
     def work() -> None:
         with reporting(report, background=True):
@@ -174,10 +174,10 @@ def test_a_background_thread_records_apart_and_listeners_do_not_hear_of_it(tmp_p
 
 
 def test_a_save_within_a_save_belongs_to_it(tmp_path: Path, heard: Heard) -> None:
-    with reported(tmp_path / "outer"):
+    with reported(locate(tmp_path / "outer")):
         save_file({}, tmp_path / "x.ckpt")
     (report,) = heard.reports
-    assert report.location == tmp_path / "outer"
+    assert report.place == locate(tmp_path / "outer")
     assert report.size == (tmp_path / "x.ckpt").stat().st_size
 
 
@@ -209,16 +209,16 @@ def test_a_sharded_save_reports_its_planning_and_counts_all_of_its_files(tmp_pat
 
 
 def test_progress_is_of_the_bytes_that_were_announced(tmp_path: Path) -> None:
-    report = SaveReport(tmp_path)
+    report = SaveReport(locate(tmp_path))
     with reporting(report):
-        with open_writer(tmp_path / "x") as file:
+        with open_writer(locate(tmp_path / "x")) as file:
             file.expect(100)
             file.write(b"x" * 40)
             assert report.progress() == (40, 100)
             file.write(b"x" * 80)
             assert report.progress() == (120, 120)
         assert report.progress() == (120, 120)
-        with open_writer(tmp_path / "y") as file:
+        with open_writer(locate(tmp_path / "y")) as file:
             file.write(b"y")
             assert report.progress() == (121, 121)
     assert report.size == 121

@@ -133,17 +133,17 @@ def test_a_file_that_one_rank_cannot_read_is_an_error_on_every_rank(outcomes: di
 def test_a_file_that_is_replaced_before_its_tensors_are_read_is_an_error(
     place: str, bucket: Bucket, tmp_path: Path
 ) -> None:
-    location = locate(f"{bucket.url}/x.ckpt" if place == "s3" else tmp_path / "x.ckpt")
-    save_file({"w": torch.ones(3)}, location)
-    loaded = load_without_tensors(location)
+    file = locate(f"{bucket.url}/x.ckpt" if place == "s3" else tmp_path / "x.ckpt")
+    save_file({"w": torch.ones(3)}, file)
+    loaded = load_without_tensors(file)
     assert loaded is not None
     assert loaded.obj["w"].is_meta
     loaded.file.check()
-    save_file({"w": torch.zeros(3)}, location)
+    save_file({"w": torch.zeros(3)}, file)
     with pytest.raises(OSError, match=r"x\.ckpt: it was replaced while it was read"):
         loaded.file.check()
 
 
 def test_a_file_of_the_format_before_zip_files_is_left_to_torch(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "x.ckpt", _use_new_zipfile_serialization=False)
-    assert load_without_tensors(tmp_path / "x.ckpt") is None
+    assert load_without_tensors(locate(tmp_path / "x.ckpt")) is None

@@ -1,11 +1,14 @@
 """What FSDP and ModelParallel do with the arguments of a save, and with the state until the writer asks for it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lightning.fabric.storage.archives.load import load_file
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.strategies import checkpoints
 from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy, model_parallel
 from lightning.pytorch.strategies import FSDPStrategy as TrainerFSDP
@@ -13,9 +16,17 @@ from lightning.pytorch.strategies import ModelParallelStrategy as TrainerModelPa
 from tests.servers import Bucket
 
 
-@pytest.mark.parametrize("strategy", [TrainerFSDP(state_dict_type="sharded"), TrainerModelParallel()])
-def test_the_storage_options_of_a_sharded_save_in_a_trainer_reach_the_store(
-    strategy: Any, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("strategy", "load"),
+    [
+        (TrainerFSDP(state_dict_type="sharded"), checkpoints.load_metadata),
+        (TrainerModelParallel(), checkpoints.load_metadata),
+        (TrainerFSDP(state_dict_type="full"), load_file),
+        (TrainerModelParallel(save_distributed_checkpoint=False), load_file),
+    ],
+)
+def test_the_storage_options_of_a_save_in_a_trainer_reach_the_store(
+    strategy: Any, load: Callable[[str], Any], bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"endpoint_url": bucket.server.environment["AWS_ENDPOINT_URL"]}
     url = f"{bucket.url}/x.ckpt"
@@ -23,7 +34,7 @@ def test_the_storage_options_of_a_sharded_save_in_a_trainer_reach_the_store(
         patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
         checkpoint = {"state_dict": {"w": torch.ones(3)}, "optimizer_states": [], "epoch": 4}
         strategy.save_checkpoint(checkpoint, url, storage_options=options)
-    assert checkpoints.load_metadata(url) == {"epoch": 4}
+    assert load(url)["epoch"] == 4
 
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy(), ModelParallelStrategy(lambda module, mesh: module)])
@@ -66,7 +77,9 @@ def test_sharded_state_stays_on_its_device_until_the_writer_asks_for_it(
         trainers.lightning_module_state_dict,
         lambda: trainers.optimizer_state(optimizer),
         lambda: fabrics.save_checkpoint("memory://x.ckpt", {"model": module}),
-        lambda: model_parallel._save_checkpoint("x.ckpt", {"optimizer": optimizer, "model": module}, not sharded, 0),
+        lambda: model_parallel._save_checkpoint(
+            locate("x.ckpt"), {"optimizer": optimizer, "model": module}, not sharded, 0
+        ),
     ):
         with pytest.raises(Asked):
             ask()

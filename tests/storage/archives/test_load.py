@@ -22,6 +22,7 @@ import torch
 from lightning.fabric.storage.archives import load as load_module
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.strategies import checkpoints
 from lightning.fabric.storage.transport import ranged_file
 from lightning.fabric.storage.transport.backends import obstore_reader
@@ -334,7 +335,7 @@ def test_the_store_is_asked_for_nothing_that_a_read_does_not_need(bucket: Bucket
 
 def test_lazy_loading_reads_only_what_is_asked_for(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Bytes(serialized(STATE))
-    monkeypatch.setattr(load_module, "open_reader", lambda location: RangedFile(source))
+    monkeypatch.setattr(load_module, "open_reader", lambda place: RangedFile(source))
     lazy = _lazy_load("memory://x.ckpt")
     assert source.count < 2**17
     assert torch.equal(lazy["w4"]._load_tensor(), STATE["w4"])
@@ -490,4 +491,4 @@ def test_storage_options_reach_the_file_system(bucket: Bucket, monkeypatch: pyte
 def test_an_open_reader_of_a_folder_says_so(bucket: Bucket, engine: str) -> None:
     bucket.put("folder/x", b"")
     with pytest.raises(IsADirectoryError, match="folder"):
-        open_reader(f"{bucket.url}/folder")
+        open_reader(locate(f"{bucket.url}/folder"))

@@ -14,6 +14,7 @@ import fsspec
 import pytest
 
 from lightning.fabric.storage.archives import node_cache
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.transport import progress
 from lightning.fabric.storage.transport.threads import in_thread
 
@@ -27,7 +28,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def make_copy(stack: ExitStack, url: str = "s3://bucket/x") -> tuple[Any, Any]:
-    copy, offer = node_cache._make_room(url, stack)
+    copy, offer = node_cache._make_room(locate(url), stack)
     assert copy is not None
     return copy, offer
 
@@ -40,7 +41,7 @@ def test_a_leader_that_is_killed_is_not_waited_for_and_leaves_no_memory(stack: E
     copy = node_cache._open(offer, stack)
     assert copy is not None
     leader.kill()
-    assert not node_cache._is_filled(copy, "s3://bucket/x", offer)
+    assert not node_cache._is_filled(copy, locate("s3://bucket/x"), offer)
     leader.wait()
     assert node_cache._open(offer, stack) is None
 
@@ -62,8 +63,8 @@ def test_what_is_not_the_leaders_copy_is_not_opened(case: str, stack: ExitStack,
 
 
 def test_what_only_the_process_itself_can_see_is_not_shared(stack: ExitStack, tmp_path: Path) -> None:
-    assert node_cache._make_room("memory://run/x.ckpt", stack) == (None, None)
-    assert node_cache._make_room(tmp_path / "x.ckpt", stack) == (None, None)
+    assert node_cache._make_room(locate("memory://run/x.ckpt"), stack) == (None, None)
+    assert node_cache._make_room(locate(tmp_path / "x.ckpt"), stack) == (None, None)
 
 
 @pytest.mark.parametrize("missing", ["memfd_create", "MFD_ALLOW_SEALING"])
@@ -71,7 +72,7 @@ def test_a_python_without_shared_memory_does_without(
     missing: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, missing)
-    assert node_cache._make_room("s3://bucket/x", stack) == (None, None)
+    assert node_cache._make_room(locate("s3://bucket/x"), stack) == (None, None)
 
 
 @pytest.mark.parametrize("case", ["no memory", "an empty file"])
@@ -85,10 +86,10 @@ def test_each_rank_loads_for_itself_if_there_can_be_no_copy(case: str, stack: Ex
     try:
         if case == "no memory":
             resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, hard))
-        assert not node_cache._fill(copy, url, offer)
+        assert not node_cache._fill(copy, locate(url), offer)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not node_cache._is_filled(other, url, offer)
+    assert not node_cache._is_filled(other, locate(url), offer)
 
 
 def test_a_file_that_ends_early_is_an_error() -> None:
@@ -117,7 +118,7 @@ def test_to_wait_for_the_rank_that_downloads_is_progress(stack: ExitStack) -> No
     copy = node_cache._open(offer, stack)
     assert copy is not None
     before = progress.count()
-    filled = in_thread("waits", node_cache._is_filled, copy, "s3://bucket/x", offer)
+    filled = in_thread("waits", node_cache._is_filled, copy, locate("s3://bucket/x"), offer)
     end = time.monotonic() + 20
     while progress.count() < before + 2 and time.monotonic() < end:
         time.sleep(0.05)

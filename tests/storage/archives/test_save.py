@@ -17,6 +17,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning.fabric.storage.archives.load import archive, load_file
 from lightning.fabric.storage.archives.save import save_file
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.place import StorePlace
 from lightning.fabric.storage.transport import open as transport
 from lightning.fabric.storage.transport.backends import fsspec as fsspec_transport
 from lightning.fabric.storage.transport.multipart import Parts
@@ -76,7 +78,7 @@ def test_a_write_that_stops_in_the_middle_leaves_the_old_file(url: str, error: B
     save_file(STATE, url)
 
     def interrupted() -> None:
-        with transport.open_writer(fsspec_or_path(url), lean=lean) as file:
+        with transport.open_writer(locate(fsspec_or_path(url)), lean=lean) as file:
             file.write(b"x" * (60 * 2**20 if lean else 1000))
             raise error
 
@@ -137,7 +139,7 @@ def test_a_save_is_not_part_of_a_transaction_that_someone_else_has_open(
 
     def fail_after_a_save() -> None:
         with fs.transaction:
-            with transport.open_writer(url, lean=lean) as file:
+            with transport.open_writer(locate(url), lean=lean) as file:
                 torch.save(STATE, file)
             raise RuntimeError("what else was to be in the transaction")
 
@@ -199,7 +201,7 @@ def test_a_client_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     class Client(TreeFileSystem):
         __module__ = "s3fs.core"
 
-    monkeypatch.setattr(transport, "filesystem", lambda url: (Client(), "bucket/x"))
+    monkeypatch.setattr(StorePlace, "resolve", lambda place: (Client(), "bucket/x"))
     with pytest.raises(ImportError, match="This release of s3fs is too old"):
         save_file(STATE, "s3://bucket/x.ckpt")
 

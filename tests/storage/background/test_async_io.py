@@ -16,6 +16,7 @@ from lightning.fabric.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.fabric.storage.background import pending
 from lightning.fabric.storage.background.queue import watching
 from lightning.fabric.storage.background.saver import saver_of
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.strategies.checkpoints import saving_full
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as TrainersAsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -165,7 +166,7 @@ def test_memory_is_given_back_by_saves_that_were_given_up(tmp_path: Path) -> Non
         io.save_checkpoint({}, tmp_path / f"{number}.ckpt")
     io.saver._queue.give_up()
     base.goes_on.set()
-    io.saver._queue.wait_for_room(tmp_path / "2.ckpt")
+    io.saver._queue.wait_for_room(locate(tmp_path / "2.ckpt"))
     io.save_checkpoint({}, tmp_path / "2.ckpt")
     io.drain()
     assert len(io.saver._staging._free) == 2
@@ -204,7 +205,7 @@ def test_a_relative_path_is_that_of_the_time_of_the_save(tmp_path: Path, monkeyp
 def test_a_full_state_that_is_on_its_way_is_expected_at_its_path(tmp_path: Path) -> None:
     base = Held()
     io = AsyncCheckpointIO(base)
-    with saving_full(tmp_path / "x.ckpt", io, {}):
+    with saving_full(locate(tmp_path / "x.ckpt"), io, {}):
         io.save_checkpoint({}, tmp_path / "x.ckpt")
     assert pending.will_exist(tmp_path / "x.ckpt")
     base.goes_on.set()

@@ -57,7 +57,7 @@ def test_saves_and_removals_are_done_one_after_the_other_in_their_order(queue: Q
     done: list[str] = []
     first, second = Gate("first", done), Gate("second", done).open()
     submitted(queue, "a", first)
-    queue.submit_removal(Path("old"), Gate("removal", done).open())
+    queue.submit_removal(locate("old"), Gate("removal", done).open())
     submitted(queue, "b", second)
     assert first.began.wait(LONG_S)
     assert not second.began.is_set()
@@ -69,12 +69,12 @@ def test_saves_and_removals_are_done_one_after_the_other_in_their_order(queue: Q
 def test_what_a_failed_save_was_to_replace_is_kept(queue: Queue) -> None:
     done: list[str] = []
     failing = submitted(queue, "a", Gate("save", done, OSError("the disk is full")).open())
-    queue.submit_removal(Path("old"), Gate("removal", done).open())
+    queue.submit_removal(locate("old"), Gate("removal", done).open())
     with pytest.raises(OSError, match="the disk is full"):
         drain()
     assert (failing.succeeded, done) == (False, [])
     submitted(queue, "b", Gate("save", done).open())
-    queue.submit_removal(Path("old"), Gate("removal", done).open())
+    queue.submit_removal(locate("old"), Gate("removal", done).open())
     drain()
     assert done == ["save", "removal"]
 
@@ -84,9 +84,9 @@ def test_what_a_skipped_save_was_to_replace_is_kept(queue: Queue) -> None:
     gate = Gate("save", done)
     submitted(queue, "a", gate)
     assert not queue.has_room
-    skipped = Save(Path("b"))
+    skipped = Save(locate("b"))
     queue.skip(skipped)
-    queue.submit_removal(Path("a"), Gate("removal", done).open())
+    queue.submit_removal(locate("a"), Gate("removal", done).open())
     gate.open()
     drain()
     assert done == ["save"]
@@ -117,11 +117,11 @@ def test_a_removal_that_is_for_no_save_is_done_all_the_same(queue: Queue) -> Non
     done: list[str] = []
     submitted(queue, "a", Gate("save", done, OSError("no luck")).open())
     with unconditionally():
-        queue.submit_removal(Path("temporary"), Gate("temporary", done).open())
-    queue.submit_removal(Path("old"), Gate("old", done).open())
+        queue.submit_removal(locate("temporary"), Gate("temporary", done).open())
+    queue.submit_removal(locate("old"), Gate("old", done).open())
     with pytest.raises(OSError, match="no luck"):
         drain()
-    queue.submit_removal(Path("later"), Gate("later", done).open())
+    queue.submit_removal(locate("later"), Gate("later", done).open())
     drain()
     assert done == ["temporary", "later"]
 
@@ -157,7 +157,7 @@ def test_what_no_thread_can_be_had_for_is_an_error_at_once(queue: Queue, monkeyp
         raise RuntimeError("can't start new thread")
 
     released: list[Save] = []
-    save = Save(Path("a"))
+    save = Save(locate("a"))
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", cannot_start)
         with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -173,7 +173,7 @@ def test_of_the_saves_by_all_ranks_those_are_told_that_rank_zero_has_told_of() -
     queue = Queue(3, "raise")
     gates = [Gate("", [], OSError(f"no luck with {number}")) for number in (1, 2)]
     for number, gate in enumerate(gates, 1):
-        queue.submit(Save(Path("x"), number), gate)
+        queue.submit(Save(locate("x"), number), gate)
     timer = threading.Timer(0.2, gates[0].open)
     timer.start()
     with pytest.raises(OSError, match="no luck with 1"):
@@ -206,10 +206,10 @@ def test_a_save_waits_for_room_and_for_one_to_the_same_place() -> None:
     queue = Queue(2, "raise")
     gate = Gate("", [])
     first = submitted(queue, "a", gate)
-    queue.wait_for_room(Path("b"))
+    queue.wait_for_room(locate("b"))
     timer = threading.Timer(0.2, gate.open)
     timer.start()
-    queue.wait_for_room(Path("a"))
+    queue.wait_for_room(locate("a"))
     assert first.done
     timer.join()
     drain()
@@ -218,7 +218,7 @@ def test_a_save_waits_for_room_and_for_one_to_the_same_place() -> None:
 def test_what_will_be_at_a_path_is_known_beforehand(queue: Queue) -> None:
     gate = Gate("", [])
     submitted(queue, "a", gate)
-    queue.submit_removal(Path("old"), lambda: None)
+    queue.submit_removal(locate("old"), lambda: None)
     assert [will_exist(name) for name in ("a", "old", "other")] == [True, False, None]
     gate.open()
     drain()
@@ -241,7 +241,7 @@ def test_ctrl_c_gives_up_at_once_and_tells_what_was_not_saved(queue: Queue, capl
     assert "never-saved was not saved" in caplog.text
     assert not queue.has_room  # its copy of the state is still in use
     gate.open()
-    queue.wait_for_room(Path("next"))
+    queue.wait_for_room(locate("next"))
     drain()
 
 
@@ -270,6 +270,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from lightning.fabric.storage.background import pending
 from lightning.fabric.storage.background.queue import Queue, Save
+from lightning.fabric.storage.paths.location import locate
 queue = Queue(1, "raise")
 def save():
     time.sleep(0.5)
@@ -277,7 +278,7 @@ def save():
     Path({str(tmp_path / "saved")!r}).touch()
     if {error}:
         raise {error}
-queue.submit(Save(Path("last.ckpt")), save)
+queue.submit(Save(locate("last.ckpt")), save)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (tmp_path / "saved").exists()

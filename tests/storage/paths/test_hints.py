@@ -13,7 +13,6 @@ from fsspec.registry import _registry
 from lightning.fabric.loggers.logs import has_entries, next_version
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
-from lightning.fabric.storage.paths.filesystem import missing
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.tools.discover import names_in
 from lightning.fabric.storage.tools.verify import verify
@@ -91,14 +90,14 @@ def test_a_bucket_that_nobody_may_ask_for_is_not_said_to_be_missing(bucket: Buck
         save(f"{bucket.url}/run/x.ckpt", options)
     assert "There is no bucket" not in str(raised.value)
     with bucket.refusing(refuse):
-        assert "There is no bucket" not in missing(locate(f"{bucket.url}/run/x.ckpt", options))
+        assert not locate(f"{bucket.url}/run/x.ckpt", options).lacks_bucket()
 
 
 def test_verifying_names_a_bucket_that_is_missing(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in bucket.server.environment.items():
         monkeypatch.setenv(name, value)
     with said("There is no bucket 'no-such-bucket'", kind=FileNotFoundError):
-        verify("s3://no-such-bucket/run/x.ckpt")
+        verify(locate("s3://no-such-bucket/run/x.ckpt"))
 
 
 @both

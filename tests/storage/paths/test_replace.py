@@ -13,8 +13,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.implementations.sftp import SFTPFileSystem
 
 from lightning.fabric.storage.paths import replace
-from lightning.fabric.storage.paths.filesystem import filesystem, names_inside
-from lightning.fabric.storage.paths.location import Location, beside, join, locate
+from lightning.fabric.storage.paths.location import AnyPath, locate
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.paths.replace import remove_leftovers, replace_by_folder
 from lightning.fabric.storage.transport.open import open_reader, open_writer
 from tests.servers.sftp import sftp_server
@@ -32,112 +32,101 @@ def refuse_exchange(patch: pytest.MonkeyPatch, number: int) -> None:
 
 
 @pytest.fixture(params=["local", "local without exchange", "memory", "tree", "generic", "sftp", "ftp"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Location]:
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """Where a checkpoint is to be, in a folder that has nothing else."""
     if request.param == "memory":
         MemoryFileSystem.store.clear()
         MemoryFileSystem.pseudo_dirs[:] = [""]
-        yield "memory://run/x [1].ckpt"
+        yield locate("memory://run/x [1].ckpt")
     elif request.param == "sftp":
         SFTPFileSystem.clear_instance_cache()
         with sftp_server(tmp_path) as url:
-            yield f"{url}/run/x [1].ckpt"
+            yield locate(f"{url}/run/x [1].ckpt")
         SFTPFileSystem.clear_instance_cache()
     elif request.param == "ftp":
-        yield f"{request.getfixturevalue('ftp')}/run/x [1].ckpt"
+        yield locate(f"{request.getfixturevalue('ftp')}/run/x [1].ckpt")
     elif request.param.startswith("local"):
         if request.param.endswith("without exchange"):
             refuse_exchange(monkeypatch, errno.EINVAL)
-        yield tmp_path / "run" / "x [1].ckpt"
+        yield locate(tmp_path / "run" / "x [1].ckpt")
     else:
         yield locate(f"{request.param}://{tmp_path}/run/x [1].ckpt")
 
 
-def write(location: Location, content: bytes) -> None:
-    with open_writer(location) as file:
+def write(path: AnyPath, content: bytes) -> None:
+    with open_writer(locate(path)) as file:
         file.write(content)
 
 
-def read(location: Location) -> bytes:
-    with open_reader(location) as file:
+def read(path: AnyPath) -> bytes:
+    with open_reader(locate(path)) as file:
         return file.read()
 
 
-def write_shards(location: Location, content: bytes) -> None:
+def write_shards(path: AnyPath, content: bytes) -> None:
     for name in ("__0_0.distcp", ".metadata", "meta.pt"):
-        write(join(location, name), content)
+        write(locate(path) / name, content)
 
 
-def names_beside(location: Location) -> list[str]:
-    if isinstance(location, Path):
-        return sorted(os.listdir(location.parent))
-    fs, path = filesystem(location)
-    return names_inside(fs, fs._parent(path))
+def names_beside(place: Place) -> list[str]:
+    return place.parent.list_names()
 
 
-def names_in(location: Location) -> list[str]:
-    return sorted(os.listdir(location)) if isinstance(location, Path) else names_inside(*filesystem(location))
-
-
-def test_a_file_takes_the_place_of_shards(place: Location) -> None:
+def test_a_file_takes_the_place_of_shards(place: Place) -> None:
     write_shards(place, b"old")
     write(place, b"new")
     assert read(place) == b"new"
     assert names_beside(place) == ["x [1].ckpt"]
 
 
-def test_a_file_takes_the_place_of_what_is_left_of_shards(place: Location) -> None:
+def test_a_file_takes_the_place_of_what_is_left_of_shards(place: Place) -> None:
     for name in ("__0123456789ab_0_0.distcp", ".0123456789abcdef.tmp"):
-        write(join(place, name), b"dead")
+        write(place / name, b"dead")
     write(place, b"new")
     assert read(place) == b"new"
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "deep/.metadata"])
-def test_any_other_folder_stays_and_is_an_error(place: Location, name: str) -> None:
-    write(join(place, name), b"mine")
-    write(join(place, "__0_0.distcp"), b"mine")
+def test_any_other_folder_stays_and_is_an_error(place: Place, name: str) -> None:
+    write(place / name, b"mine")
+    write(place / "__0_0.distcp", b"mine")
     with pytest.raises(IsADirectoryError, match=r"x \[1\]\.ckpt"):
         write(place, b"new")
-    assert read(join(place, name)) == b"mine"
+    assert read(place / name) == b"mine"
     assert names_beside(place) == ["x [1].ckpt"]
 
 
 @pytest.mark.parametrize("there", ["file", "shards", "nothing"])
-def test_a_folder_takes_the_place_of_whatever_is_there(place: Location, there: str) -> None:
+def test_a_folder_takes_the_place_of_whatever_is_there(place: Place, there: str) -> None:
     if there == "file":
         write(place, b"old")
     elif there == "shards":
         write_shards(place, b"old")
-    new = beside(place, f"{SIDE}new")
+    new = place.beside(f"{SIDE}new")
     write_shards(new, b"new")
     replace_by_folder(new, place)
-    assert names_in(place) == [".metadata", "__0_0.distcp", "meta.pt"]
-    assert read(join(place, "meta.pt")) == b"new"
+    assert place.list_names() == [".metadata", "__0_0.distcp", "meta.pt"]
+    assert read(place / "meta.pt") == b"new"
     assert names_beside(place) == ["x [1].ckpt"]
 
 
-def test_dead_saves_are_cleaned_up_after_and_nothing_else(place: Location) -> None:
+def test_dead_saves_are_cleaned_up_after_and_nothing_else(place: Place) -> None:
     write_shards(place, b"new")
     for name in ("old", "new"):
-        write_shards(beside(place, f"{SIDE}{name}"), b"dead")
-    write(beside(place, ".ba9876543210.old"), b"dead")
-    write(join(place, ".0123456789abcdef.tmp"), b"dead")
+        write_shards(place.beside(f"{SIDE}{name}"), b"dead")
+    write(place.beside(".ba9876543210.old"), b"dead")
+    write(place / ".0123456789abcdef.tmp", b"dead")
     with replace.temporary_beside("x [1].ckpt") as dead:
         pass
     stay = ["y.ckpt.0123456789ab.old", "x [1].ckpt.old", "x [1].ckpt.0123456789AB.old", ".0123456789abcdef.tmp"]
     for name in [dead, *stay]:
-        write(in_its_folder(place, name), b"1")
+        write(place.parent / name, b"1")
     remove_leftovers(place)
     assert names_beside(place) == sorted(["x [1].ckpt", *stay])
-    assert names_in(place) == [".metadata", "__0_0.distcp", "meta.pt"]
+    assert place.list_names() == [".metadata", "__0_0.distcp", "meta.pt"]
 
 
-def in_its_folder(place: Location, name: str) -> Location:
-    return place.with_name(name) if isinstance(place, Path) else f"{place.rpartition('/')[0]}/{name}"
-
-
-def test_a_save_that_goes_on_in_this_process_keeps_its_temporary_file(place: Location) -> None:
+def test_a_save_that_goes_on_in_this_process_keeps_its_temporary_file(place: Place) -> None:
     with open_writer(place) as file:
         file.write(b"new")
         remove_leftovers(place)
@@ -148,7 +137,7 @@ def test_a_save_that_goes_on_in_this_process_keeps_its_temporary_file(place: Loc
 def test_shards_that_could_not_be_replaced_get_their_name_back(
     protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = f"{protocol}://{tmp_path}/x.ckpt"
+    place = locate(f"{protocol}://{tmp_path}/x.ckpt")
     write_shards(place, b"old")
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -158,16 +147,16 @@ def test_shards_that_could_not_be_replaced_get_their_name_back(
     monkeypatch.setattr("lightning.fabric.storage.transport.backends.fsspec.move", fail)
     with pytest.raises(ConnectionError, match="connection dropped"):
         write(place, b"new")
-    assert read(join(place, "meta.pt")) == b"old"
+    assert read(place / "meta.pt") == b"old"
 
-    new = beside(place, f"{SIDE}new")
+    new = place.beside(f"{SIDE}new")
     write_file(tmp_path / f"x.ckpt{SIDE}new" / "meta.pt", b"new")
     moves = iter([move, fail, move])
     monkeypatch.setattr(replace, "move", lambda *args: next(moves)(*args))
     with pytest.raises(ConnectionError, match="connection dropped"):
         replace_by_folder(new, place)
-    assert names_in(place) == [".metadata", "__0_0.distcp", "meta.pt"]
-    assert read(join(place, "meta.pt")) == b"old"
+    assert place.list_names() == [".metadata", "__0_0.distcp", "meta.pt"]
+    assert read(place / "meta.pt") == b"old"
     assert names_beside(place) == ["x.ckpt", f"x.ckpt{SIDE}new"]
 
 
@@ -245,9 +234,9 @@ def test_whenever_it_is_killed_the_old_one_or_the_new_one_is_whole(
         write(place, b"new")
     else:
         write(place, b"old")
-        write_shards(beside(place, f"{SIDE}new"), b"new")
+        write_shards(tmp_path / f"x.ckpt{SIDE}new", b"new")
         watch(monkeypatch, look)
-        replace_by_folder(beside(place, f"{SIDE}new"), place)
+        replace_by_folder(locate(tmp_path / f"x.ckpt{SIDE}new"), locate(place))
     monkeypatch.undo()
     order = list(dict.fromkeys(seen))
     if can_exchange and order != ["old", "new"]:
@@ -277,7 +266,7 @@ def test_what_cannot_be_removed_is_told_and_goes_with_a_later_save(
     assert read(place) == b"new"
     assert "Could not remove what is left of an earlier save" in caplog.text
     assert len(os.listdir(tmp_path)) == 2
-    remove_leftovers(place)
+    remove_leftovers(locate(place))
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
@@ -295,7 +284,7 @@ def test_an_interruption_while_the_old_one_is_removed_is_seen_and_leaves_the_new
         with pytest.raises(KeyboardInterrupt):
             write(place, b"new")
     assert read(place) == b"new"
-    remove_leftovers(place)
+    remove_leftovers(locate(place))
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
@@ -304,7 +293,7 @@ def test_a_link_goes_on_to_be_one_when_the_shards_behind_it_are_replaced(tmp_pat
     (tmp_path / "last.ckpt").symlink_to(tmp_path / "there" / "x.ckpt")
     write_file(tmp_path / "there" / f"x.ckpt{SIDE}old", b"dead")
     write(tmp_path / "last.ckpt", b"new")
-    remove_leftovers(tmp_path / "last.ckpt")
+    remove_leftovers(locate(tmp_path / "last.ckpt"))
     assert (tmp_path / "last.ckpt").is_symlink()
     assert read(tmp_path / "there" / "x.ckpt") == b"new"
     assert os.listdir(tmp_path / "there") == ["x.ckpt"]
@@ -317,5 +306,5 @@ def test_leftovers_that_cannot_be_looked_for_are_no_failure(
         raise ConnectionError("connection dropped")
 
     monkeypatch.setattr(TreeFileSystem, "ls", fail)
-    remove_leftovers(f"tree://{tmp_path}/x.ckpt")
+    remove_leftovers(locate(f"tree://{tmp_path}/x.ckpt"))
     assert "x.ckpt (ConnectionError: connection dropped)" in caplog.text

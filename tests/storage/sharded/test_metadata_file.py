@@ -16,7 +16,8 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning.fabric.storage.collectives.errors import failures_of_ranks
-from lightning.fabric.storage.paths.location import Location, locate
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.place import LocalPlace, Place
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.sharded.checksums import FileRecords, Record, records_of
 from lightning.fabric.storage.strategies import checkpoints
@@ -29,11 +30,11 @@ WEIGHTS = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2, dtype=torch
 
 
 @pytest.fixture(params=["local", "s3"])
-def place(request: pytest.FixtureRequest, bucket: Bucket, tmp_path: Path) -> Location:
+def place(request: pytest.FixtureRequest, bucket: Bucket, tmp_path: Path) -> Place:
     return locate({"local": str(tmp_path), "s3": bucket.url}[request.param] + "/run/last.ckpt")
 
 
-def save(place: Location, number: float) -> None:
+def save(place: Place, number: float) -> None:
     state = {"model": {name: value * number for name, value in WEIGHTS.items()}, "note": f"note {number}"}
     checkpoints.save_sharded(state, {"epoch": number, "rng": torch.tensor([number])}, place)
 
@@ -52,15 +53,16 @@ def load(path: Any) -> float:
     return float(number)
 
 
-def names(place: Location, bucket: Bucket) -> list[str]:
-    if isinstance(place, Path):
-        return sorted(found.relative_to(place.parent.parent).as_posix() for found in place.parent.parent.rglob("*.*"))
+def names(place: Place, bucket: Bucket) -> list[str]:
+    if place.is_local:
+        root = Path(place.raw).parent.parent
+        return sorted(found.relative_to(root).as_posix() for found in root.rglob("*.*"))
     return [*bucket.names()]
 
 
-def change(place: Location, bucket: Bucket, edit: Callable[[str, bytes], bytes | None]) -> None:
+def change(place: Place, bucket: Bucket, edit: Callable[[str, bytes], bytes | None]) -> None:
     """Changes the files from outside; None removes one."""
-    folder = place if isinstance(place, Path) else None
+    folder = Path(place.raw) if place.is_local else None
     for name in os.listdir(folder) if folder else [n.rpartition("/")[2] for n in bucket.names()]:
         old = (folder / name).read_bytes() if folder else bucket.get(f"run/last.ckpt/{name}")
         new = edit(name, old)
@@ -70,7 +72,7 @@ def change(place: Location, bucket: Bucket, edit: Callable[[str, bytes], bytes |
             (folder / name).write_bytes(new) if folder else bucket.put(f"run/last.ckpt/{name}", new)
 
 
-def test_an_overwrite_in_place_leaves_nothing_of_the_earlier_save(place: Location, bucket: Bucket) -> None:
+def test_an_overwrite_in_place_leaves_nothing_of_the_earlier_save(place: Place, bucket: Bucket) -> None:
     for number in (1, 2):
         save(place, number)
         assert load(place) == number
@@ -115,7 +117,7 @@ def test_a_save_that_fails_leaves_the_files_of_others_in_its_folder(tmp_path: Pa
     assert fail_to_save(path, lambda: None) == ["x.ckpt", "x.ckpt/notes.txt"]
 
 
-def test_what_was_found_before_an_overwrite_fails_to_load_and_is_not_mixed_with_it(place: Location) -> None:
+def test_what_was_found_before_an_overwrite_fails_to_load_and_is_not_mixed_with_it(place: Place) -> None:
     save(place, 1)
     found = checkpoints.find_checkpoint(place)
     save(place, 2)
@@ -126,7 +128,7 @@ def test_what_was_found_before_an_overwrite_fails_to_load_and_is_not_mixed_with_
     assert load(place) == 2
 
 
-def test_meta_pt_is_for_stock_and_is_not_what_is_loaded_here(place: Location, bucket: Bucket) -> None:
+def test_meta_pt_is_for_stock_and_is_not_what_is_loaded_here(place: Place, bucket: Bucket) -> None:
     save(place, 1)
     seen = []
 
@@ -144,7 +146,7 @@ def test_meta_pt_is_for_stock_and_is_not_what_is_loaded_here(place: Location, bu
 @pytest.mark.parametrize("which", ["_0_0.distcp", "_meta.distcp"])
 @pytest.mark.parametrize("damage", ["missing", "short"])
 def test_a_checkpoint_that_lacks_something_is_refused_with_its_name(
-    place: Location, bucket: Bucket, which: str, damage: str
+    place: Place, bucket: Bucket, which: str, damage: str
 ) -> None:
     save(place, 1)
     assert why_incomplete(place) is None
@@ -157,7 +159,7 @@ def test_a_checkpoint_that_lacks_something_is_refused_with_its_name(
     assert why_incomplete(place) is not None
 
 
-def test_shards_without_metadata_are_refused_as_an_interrupted_save(place: Location, bucket: Bucket) -> None:
+def test_shards_without_metadata_are_refused_as_an_interrupted_save(place: Place, bucket: Bucket) -> None:
     save(place, 1)
     change(place, bucket, lambda name, old: None if name == ".metadata" else old)
     with pytest.raises(FileNotFoundError, match=r"incomplete: .metadata is missing.*interrupted"):
@@ -168,7 +170,7 @@ def test_shards_without_metadata_are_refused_as_an_interrupted_save(place: Locat
     assert len([name for name in names(place, bucket) if name.endswith(".distcp")]) == 2
 
 
-def test_where_there_is_nothing_no_checkpoint_is_found(place: Location) -> None:
+def test_where_there_is_nothing_no_checkpoint_is_found(place: Place) -> None:
     found = checkpoints.find_checkpoint(place)
     assert not checkpoints.is_sharded_checkpoint(found)
     assert not checkpoints.is_full_checkpoint(found)
@@ -178,7 +180,7 @@ def test_where_there_is_nothing_no_checkpoint_is_found(place: Location) -> None:
 
 
 @pytest.mark.parametrize("which", [".metadata", "_meta.distcp"])
-def test_a_flipped_bit_in_what_describes_the_checkpoint_is_found(place: Location, bucket: Bucket, which: str) -> None:
+def test_a_flipped_bit_in_what_describes_the_checkpoint_is_found(place: Place, bucket: Bucket, which: str) -> None:
     save(place, 1)
 
     def flip(name: str, old: bytes) -> bytes:
@@ -195,35 +197,35 @@ def test_a_flipped_bit_in_what_describes_the_checkpoint_is_found(place: Location
 
 def test_a_newer_format_is_refused_and_says_so(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    metadata, _ = metadata_file.read_metadata(tmp_path)
+    metadata, _ = metadata_file.read_metadata(locate(tmp_path))
     metadata.lightning["format"] = 3  # type: ignore[attr-defined]
-    metadata_file.write_metadata(tmp_path, metadata)
+    metadata_file.write_metadata(locate(tmp_path), metadata)
     with pytest.raises(OSError, match="saved in format 3, and this release reads formats up to 2"):
         load(tmp_path)
 
 
 def test_checkpoints_of_format_1_load_and_are_verified(tmp_path: Path) -> None:
     save(tmp_path / "x.ckpt", 1)
-    metadata, _ = metadata_file.read_metadata(tmp_path / "x.ckpt")
+    metadata, _ = metadata_file.read_metadata(locate(tmp_path / "x.ckpt"))
     ours: dict[str, Any] = metadata.lightning  # type: ignore[attr-defined]
     ours["format"] = 1
     for name, file in ours["files"].items():
         records = [tuple(record) for record in records_of(file)]
         assert records
         ours["files"][name] = {"size": file["size"], "records": records}
-    metadata_file.write_metadata(tmp_path / "x.ckpt", metadata)
+    metadata_file.write_metadata(locate(tmp_path / "x.ckpt"), metadata)
     assert load(tmp_path / "x.ckpt") == 1
-    assert str(verify.verify(tmp_path / "x.ckpt")).endswith("all checksums right")
-    consolidate.consolidate(tmp_path / "x.ckpt", tmp_path / "one.ckpt")
+    assert str(verify.verify(locate(tmp_path / "x.ckpt"))).endswith("all checksums right")
+    consolidate.consolidate(locate(tmp_path / "x.ckpt"), locate(tmp_path / "one.ckpt"))
     assert torch.equal(torch.load(tmp_path / "one.ckpt")["model"]["w"], WEIGHTS["w"])
     shard = next((tmp_path / "x.ckpt").glob("*_0_0.distcp"))
     shard.write_bytes(bytes(shard.stat().st_size))
-    assert verify.verify(tmp_path / "x.ckpt").problems
+    assert verify.verify(locate(tmp_path / "x.ckpt")).problems
 
 
 def test_every_byte_of_every_file_has_a_checksum_and_metadata_holds_built_in_types(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    described = metadata_file.read_metadata(tmp_path)[0].lightning  # type: ignore[attr-defined]
+    described = metadata_file.read_metadata(locate(tmp_path))[0].lightning  # type: ignore[attr-defined]
     assert pickle.loads(pickle.dumps(described)) == described
     assert "lightning." not in str(pickle.dumps(described))  # nothing to import
     assert sorted(described["files"]) == sorted(path.name for path in tmp_path.glob("*.distcp"))
@@ -276,7 +278,7 @@ def test_the_size_of_a_shard_is_told_before_it_is_written(tmp_path: Path, monkey
     assert told[0] == pytest.approx(shard.stat().st_size, rel=0.01)
 
 
-def test_a_state_that_the_checkpoint_lacks_is_an_error_unless_it_may_lack_it(place: Location) -> None:
+def test_a_state_that_the_checkpoint_lacks_is_an_error_unless_it_may_lack_it(place: Place) -> None:
     save(place, 1)
     state = {"model": {"w": torch.zeros(3, 4), "extra": torch.full((2,), 9.0)}}
     with pytest.raises(RuntimeError, match=r"Could not load the sharded checkpoint .*Missing key.*model\.extra"):
@@ -287,14 +289,14 @@ def test_a_state_that_the_checkpoint_lacks_is_an_error_unless_it_may_lack_it(pla
 
 
 def test_whoever_may_read_but_not_list_can_load(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
-    place = f"{bucket.url}/x.ckpt"
+    place = locate(f"{bucket.url}/x.ckpt")
     save(place, 1)
     with bucket.refusing(lambda method, path: 403 if "list-type" in path else None), caplog.at_level(logging.WARNING):
         assert load(place) == 1
     assert "Cannot look whether" in caplog.text
 
 
-def test_a_value_that_cannot_be_saved_fails_the_save_and_leaves_the_old_checkpoint(place: Location) -> None:
+def test_a_value_that_cannot_be_saved_fails_the_save_and_leaves_the_old_checkpoint(place: Place) -> None:
     save(place, 1)
     with pytest.raises(RuntimeError, match=r"Could not save the sharded checkpoint .*rank 0: .*pickle"):
         checkpoints.save_sharded({"w": torch.ones(1)}, {"epoch": lambda: 1}, place)
@@ -320,7 +322,7 @@ def failing(reasons: dict[int, Exception]) -> Exception:
     shown = {rank: (reason, traceback.StackSummary()) for rank, reason in reasons.items()}
     with (
         pytest.raises((OSError, RuntimeError)) as raised,
-        failures_of_ranks("save", "s3://bucket/x.ckpt", SimpleNamespace(error=None)),
+        failures_of_ranks("save", locate("s3://bucket/x.ckpt"), SimpleNamespace(error=None)),
     ):
         raise CheckpointException("save", shown)
     return raised.value
@@ -358,9 +360,9 @@ def test_where_a_file_was_the_checkpoint_is_in_its_place_without_meta_pt(
 
 def test_what_a_network_file_system_shows_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[dict[str, int]] = [{}, {"a": 1}, {"a": 3}]
-    monkeypatch.setattr(metadata_file, "sizes_of_files", lambda folder: looks.pop(0))
+    monkeypatch.setattr(LocalPlace, "sizes_of_files", lambda folder: looks.pop(0))
     monkeypatch.setattr(metadata_file, "_LOOK_S", 0.01)
-    metadata_file.await_files(tmp_path, {"a": FileRecords.of([Record(0, 3, 0, 3, b"")])})
+    metadata_file.await_files(locate(tmp_path), {"a": FileRecords.of([Record(0, 3, 0, 3, b"")])})
     assert looks == []
 
 

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from lightning.fabric.storage.paths.location import Location, locate
+from lightning.fabric.storage.paths.location import AnyPath, locate
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.sharded import byte_ranges
 from lightning.fabric.storage.sharded import read_plan as read_plan_module
 from lightning.fabric.storage.sharded.byte_ranges import ByteRange
@@ -86,9 +87,9 @@ class Log:
         with self.lock:
             self.running -= 1
 
-    def open(self, location: Location) -> Watched:
+    def open(self, place: Place) -> Watched:
         self.opened += 1
-        return Watched(open_source(location), self)
+        return Watched(open_source(place), self)
 
     @property
     def count(self) -> int:
@@ -122,8 +123,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     return log
 
 
-def load(folder: Location, planned: Targets) -> None:
-    read_plan(folder, planned.metadata, planned.plan, planned)
+def load(folder: AnyPath, planned: Targets) -> None:
+    read_plan(locate(folder), planned.metadata, planned.plan, planned)
     items = sorted(map(repr, planned.plan.items))
     assert sorted(map(repr, planned.committed)) == items  # each of them once
 
@@ -270,7 +271,7 @@ def test_what_torch_itself_saved_is_loaded(tmp_path: Path) -> None:
             self.metadata = metadata
 
         def read_data(self, plan: Any, planner: Any) -> Any:
-            read_plan(tmp_path, self.metadata, plan, planner)
+            read_plan(locate(tmp_path), self.metadata, plan, planner)
             done: torch.futures.Future[None] = torch.futures.Future()
             done.set_result(None)
             return done
@@ -410,8 +411,8 @@ def test_requests_go_out_together_unless_the_source_takes_one_at_a_time(
     tmp_path: Path, log: Log, parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Serial(Watched):
-        def __init__(self, location: Location) -> None:
-            super().__init__(open_source(location), log)
+        def __init__(self, place: Place) -> None:
+            super().__init__(open_source(place), log)
             self.parallel = parallel
 
     monkeypatch.setattr(read_plan_module, "open_source", Serial)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import Metadata
 from lightning.fabric.plugins import AsyncCheckpointIO
 from lightning.fabric.storage.background.pending import drain
 from lightning.fabric.storage.collectives.rank_group import RankGroup
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.sharded.save_planner import PlanCache, Shard
 from lightning.fabric.storage.sharded.writer import ShardWriter
@@ -56,7 +57,7 @@ def places(metadata: Metadata) -> dict[str, int]:
 
 
 def test_what_is_the_same_memory_is_one_record_and_what_is_not_has_its_own(saved: Path) -> None:
-    metadata, _ = metadata_file.read_metadata(saved)
+    metadata, _ = metadata_file.read_metadata(locate(saved))
     found = places(metadata)
     assert found["weight"] == found["tied"] == found["view"]
     assert len(set(found.values())) == len(found) - 2
@@ -74,8 +75,8 @@ def test_tensors_that_had_the_same_memory_one_after_the_other_are_not_tied(tmp_p
         return replace(shard, resolve=lambda item: made(item) if item.tensor_data else shard.resolve(item))
 
     group = RankGroup()
-    ShardWriter(tmp_path / "x.ckpt", group).save(lambda: look(group), PlanCache())
-    found = places(metadata_file.read_metadata(tmp_path / "x.ckpt")[0])
+    ShardWriter(locate(tmp_path / "x.ckpt"), group).save(lambda: look(group), PlanCache())
+    found = places(metadata_file.read_metadata(locate(tmp_path / "x.ckpt"))[0])
     assert len(set(found.values())) == len(found)
 
 
@@ -99,19 +100,19 @@ def test_one_name_of_tied_tensors_loads_without_the_other(saved: Path) -> None:
 
 def test_tied_tensors_are_verified_once_and_damage_is_told_of_one_of_them(saved: Path) -> None:
     nbytes = sum(file.stat().st_size for file in saved.iterdir())
-    assert str(verify.verify(saved)) == f"complete, 4 files, {nbytes} bytes, all checksums right"
-    place = places(metadata_file.read_metadata(saved)[0])["tied"] + 1_000
+    assert str(verify.verify(locate(saved))) == f"complete, 4 files, {nbytes} bytes, all checksums right"
+    place = places(metadata_file.read_metadata(locate(saved))[0])["tied"] + 1_000
     content = bytearray(shard_of(saved).read_bytes())
     content[place] ^= 1
     shard_of(saved).write_bytes(content)
-    (problem,) = verify.verify(saved).problems
+    (problem,) = verify.verify(locate(saved)).problems
     assert re.search(r"of 'model\.(weight|tied|view)' are damaged: their checksum is wrong", problem)
     with pytest.raises(OSError, match=r"is damaged"):
         checkpoints.load_shards({"model": {"tied": torch.zeros(50, 100)}}, saved)
 
 
 def test_tied_tensors_are_tied_in_the_file_that_is_made_of_the_shards(saved: Path, tmp_path: Path) -> None:
-    consolidate.consolidate(saved, tmp_path / "full.ckpt")
+    consolidate.consolidate(locate(saved), locate(tmp_path / "full.ckpt"))
     model = torch.load(tmp_path / "full.ckpt")["model"]
     for name, value in state()["model"].items():
         assert name == "note" or torch.equal(model[name], value), name

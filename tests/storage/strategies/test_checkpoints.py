@@ -6,7 +6,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.storage.archives.save import save_file
-from lightning.fabric.storage.paths.location import join, locate
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.strategies import checkpoints
 from tests.servers import Bucket
 from tests.servers.credentials import SECRET
@@ -18,11 +19,11 @@ def test_an_older_torch_gets_one_clear_message_for_a_url(path: str | Path, monke
     monkeypatch.setattr(checkpoints, "_TORCH_GREATER_EQUAL_2_4", False)
     with pytest.raises(NotImplementedError, match=r"need PyTorch 2\.4 or newer.*local path instead of s3://bucket/x"):
         checkpoints.locate_checkpoint(path)
-    assert checkpoints.locate_checkpoint("run/x.ckpt") == Path("run/x.ckpt")
+    assert checkpoints.locate_checkpoint("run/x.ckpt").raw == "run/x.ckpt"
 
 
 @pytest.fixture(params=["local", "s3", "memory", "tree", "generic", "ftp"])
-def place(request: pytest.FixtureRequest, bucket: Bucket, ftp: str, tmp_path: Path) -> Path | str:
+def place(request: pytest.FixtureRequest, bucket: Bucket, ftp: str, tmp_path: Path) -> Place:
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
     roots = {"local": tmp_path, "s3": bucket.url, "memory": "memory://run", "ftp": ftp}
@@ -30,11 +31,11 @@ def place(request: pytest.FixtureRequest, bucket: Bucket, ftp: str, tmp_path: Pa
     return locate(f"{roots[request.param]}/x.ckpt")
 
 
-def make_shards(place: Path | str) -> None:
+def make_shards(place: Place) -> None:
     checkpoints.save_sharded({"w": torch.full((3,), 7.0)}, {"epoch": 1}, place)
 
 
-def assert_shards(place: Path | str) -> None:
+def assert_shards(place: Place) -> None:
     found = checkpoints.find_checkpoint(place)
     assert checkpoints.is_sharded_checkpoint(found)
     assert not checkpoints.is_full_checkpoint(found)
@@ -44,7 +45,7 @@ def assert_shards(place: Path | str) -> None:
     assert checkpoints.load_metadata(found) == {"epoch": 1}
 
 
-def test_a_full_file_that_cannot_be_saved_leaves_the_shards_that_it_replaces(place: Path | str) -> None:
+def test_a_full_file_that_cannot_be_saved_leaves_the_shards_that_it_replaces(place: Place) -> None:
     make_shards(place)
 
     with pytest.raises(RuntimeError, match="no luck"), checkpoints.saving_full(place, TorchCheckpointIO(), {}):
@@ -52,7 +53,7 @@ def test_a_full_file_that_cannot_be_saved_leaves_the_shards_that_it_replaces(pla
     assert_shards(place)
 
 
-def test_a_full_file_takes_the_place_of_shards(place: Path | str) -> None:
+def test_a_full_file_takes_the_place_of_shards(place: Place) -> None:
     make_shards(place)
     checkpoints.save_full({"w": torch.ones(2)}, place)
     assert not checkpoints.is_sharded_checkpoint(place)
@@ -60,15 +61,15 @@ def test_a_full_file_takes_the_place_of_shards(place: Path | str) -> None:
     assert torch.equal(checkpoints.load_full(place)["w"], torch.ones(2))
 
 
-def test_shards_take_the_place_of_a_full_file(place: Path | str) -> None:
+def test_shards_take_the_place_of_a_full_file(place: Place) -> None:
     checkpoints.save_full({"w": torch.ones(2)}, place)
     make_shards(place)
     assert_shards(place)
     assert not checkpoints.is_full_checkpoint(place)
 
 
-def test_a_folder_that_is_no_checkpoint_is_in_the_way_only_where_names_are_not_shared(place: Path | str) -> None:
-    save_file("mine", join(place, "notes.pt"))
+def test_a_folder_that_is_no_checkpoint_is_in_the_way_only_where_names_are_not_shared(place: Place) -> None:
+    save_file("mine", place / "notes.pt")
     assert checkpoints.is_folder_in_the_way(place) is not str(place).startswith("s3:")
     make_shards(place)
     assert not checkpoints.is_folder_in_the_way(place)
@@ -97,7 +98,7 @@ def refuse_removal(method: str, path: str) -> int | None:
 def test_a_full_file_that_cannot_be_removed_after_the_shards_are_saved_is_a_warning(
     bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = f"{bucket.url}/x.ckpt"
+    place = locate(f"{bucket.url}/x.ckpt")
     checkpoints.save_full({"w": torch.ones(2)}, place)
     with bucket.refusing(refuse_removal):
         make_shards(place)
@@ -106,26 +107,26 @@ def test_a_full_file_that_cannot_be_removed_after_the_shards_are_saved_is_a_warn
 
 
 def test_shards_that_cannot_be_removed_after_the_full_file_is_saved_are_an_error_that_says_so(bucket: Bucket) -> None:
-    place = f"{bucket.url}/x.ckpt"
+    place = locate(f"{bucket.url}/x.ckpt")
     make_shards(place)
     with bucket.refusing(refuse_removal), pytest.raises(OSError, match="still what would be loaded"):
         checkpoints.save_full({"w": torch.ones(2)}, place)
 
 
 def test_whoever_may_only_write_can_save(bucket: Bucket) -> None:
-    place = f"{bucket.url}/x.ckpt"
+    place = locate(f"{bucket.url}/x.ckpt")
     with bucket.refusing(lambda method, path: None if method in ("PUT", "POST") else 403):
         checkpoints.save_full({"w": torch.ones(2)}, place)
-        make_shards(f"{place}-shards")
+        make_shards(place.beside("-shards"))
     assert checkpoints.is_full_checkpoint(place)
-    assert_shards(f"{place}-shards")
+    assert_shards(place.beside("-shards"))
 
 
 @pytest.mark.parametrize("refused", ["DELETE", "GET"])  # removal, and the listing before it
 def test_old_shards_that_cannot_be_removed_do_not_fail_the_save(
     refused: str, bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = f"{bucket.url}/x.ckpt"
+    place = locate(f"{bucket.url}/x.ckpt")
     checkpoints.save_sharded({"w": torch.ones(3)}, None, place)
     with bucket.refusing(lambda method, path: 403 if method == refused else None):
         checkpoints.save_sharded({"w": torch.full((3,), 2.0)}, None, place)
@@ -140,7 +141,7 @@ def test_old_shards_that_cannot_be_removed_do_not_fail_the_save(
 
 @pytest.mark.parametrize("part", [".metadata", ".distcp"])
 def test_a_shard_that_cannot_be_read_is_an_oserror_that_names_the_checkpoint(part: str, bucket: Bucket) -> None:
-    place = f"{bucket.url}/x.ckpt"
+    place = locate(f"{bucket.url}/x.ckpt")
     checkpoints.save_sharded({"w": torch.ones(3), "optimizer": {"w": torch.ones(3)}}, None, place)
     with (
         bucket.refusing(lambda method, path: 403 if part in path else None),

@@ -22,7 +22,8 @@ from torch import nn
 from lightning.fabric import cli
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
-from lightning.fabric.storage.paths.location import Location, locate
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.strategies import checkpoints
 from lightning.fabric.storage.tools import consolidate
@@ -56,7 +57,7 @@ def state(model_key: str = "model") -> dict[str, Any]:
     }
 
 
-def save(place: str | Path, state: dict[str, Any], meta: dict[str, Any] | None = None) -> Location:
+def save(place: str | Path, state: dict[str, Any], meta: dict[str, Any] | None = None) -> Place:
     checkpoints.save_sharded(state, meta, place)
     return locate(place)
 
@@ -93,8 +94,10 @@ def test_the_file_is_the_one_of_stock_lightning(tmp_path: Path, writer: str) -> 
         dcp.save(state(), checkpoint_id=folder, no_dist=True)
         torch.save(META, folder / "meta.pt")
     arguments = command(folder)
-    assert arguments == Namespace(checkpoint_folder=folder, output_file=tmp_path / "x.ckpt.consolidated")
-    made = torch.load(arguments.output_file)  # weights_only
+    assert arguments == Namespace(
+        checkpoint_folder=locate(folder), output_file=locate(tmp_path / "x.ckpt.consolidated")
+    )
+    made = torch.load(arguments.output_file.raw)  # weights_only
     expected = stock(folder)
     assert_same(made.pop("sparse").to_dense(), expected.pop("sparse").to_dense())
     parameter = made.pop("parameter")
@@ -114,14 +117,14 @@ def test_tensors_are_put_together_of_the_shards_of_all_ranks(tmp_path: Path, dim
     )
     metadata = make(folder, tensors, along(dim, 4), {"note": "x"}, ranks=3)
     metadata.lightning["meta"] = None  # type: ignore[attr-defined]
-    metadata_file.write_metadata(folder, metadata)
-    assert_same(torch.load(command(folder).output_file), {**tensors, "note": "x"})
+    metadata_file.write_metadata(locate(folder), metadata)
+    assert_same(torch.load(command(folder).output_file.raw), {**tensors, "note": "x"})
 
 
 def test_tensors_that_share_memory_are_stored_once(tmp_path: Path) -> None:
     large = torch.rand(100_000)
-    made = command(save(tmp_path / "x.ckpt", {"w": torch.ones(3)}, {"a": large, "b": large[10:]})).output_file
-    assert made.stat().st_size < 1.1 * large.nbytes
+    made = command(save(tmp_path / "x.ckpt", {"w": torch.ones(3)}, {"a": large, "b": large[10:]})).output_file.raw
+    assert os.path.getsize(made) < 1.1 * large.nbytes
     loaded = torch.load(made)
     loaded["a"][10] = 7
     assert loaded["b"][0] == 7
@@ -135,7 +138,7 @@ def test_a_checkpoint_of_the_trainer_gets_the_names_that_it_loads(tmp_path: Path
     eleven = {f"optimizer_{number}": {"state": {}, "param_groups": [{"lr": number}]} for number in reversed(range(11))}
     shards = {**state(model_key), **eleven}
     users = {"model": "mine", "optimizer_0": "mine", "optimizer_11": 7}  # of `on_save_checkpoint`
-    made = torch.load(command(save(tmp_path / "x.ckpt", shards, {**TRAINERS, **users})).output_file)
+    made = torch.load(command(save(tmp_path / "x.ckpt", shards, {**TRAINERS, **users})).output_file.raw)
     assert set(made) == {"state_dict", "empty", "list", "optimizer_states", *TRAINERS, *users}
     assert_same(made["state_dict"], shards[model_key])
     assert_same(made["optimizer_states"], [shards[f"optimizer_{number}"] for number in range(11)])
@@ -146,8 +149,8 @@ def test_a_checkpoint_of_the_trainer_gets_the_names_that_it_loads(tmp_path: Path
 def test_the_file_loads_into_optimizers_that_have_no_state(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.5)
     saved = {"model": {"w": torch.ones(2)}, "optimizer_0": optimizer.state_dict()}
-    of_trainer = torch.load(command(save(tmp_path / "x.ckpt", saved, TRAINERS)).output_file)["optimizer_states"][0]
-    of_fabric = torch.load(command(save(tmp_path / "y.ckpt", saved)).output_file)["optimizer_0"]
+    of_trainer = torch.load(command(save(tmp_path / "x.ckpt", saved, TRAINERS)).output_file.raw)["optimizer_states"][0]
+    of_fabric = torch.load(command(save(tmp_path / "y.ckpt", saved)).output_file.raw)["optimizer_0"]
     for state_of_optimizer in (of_trainer, of_fabric):
         loading = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
         loading.load_state_dict(state_of_optimizer)
@@ -155,7 +158,7 @@ def test_the_file_loads_into_optimizers_that_have_no_state(tmp_path: Path) -> No
 
 
 def test_a_checkpoint_of_the_trainer_without_optimizers_has_no_states_of_them(tmp_path: Path) -> None:
-    made = torch.load(command(save(tmp_path / "x.ckpt", {"model": {"w": torch.ones(2)}}, TRAINERS)).output_file)
+    made = torch.load(command(save(tmp_path / "x.ckpt", {"model": {"w": torch.ones(2)}}, TRAINERS)).output_file.raw)
     assert_same(made, {"state_dict": {"w": torch.ones(2)}, **TRAINERS})
 
 
@@ -166,8 +169,8 @@ MODULES = ["lightning.fabric.utilities.consolidate_checkpoint", "lightning.pytor
 def test_all_commands_make_the_same_file_whoever_has_saved(
     tmp_path: Path, meta: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = str(save(tmp_path / "x.ckpt", state(), meta))
-    expected = Path(command(folder, tmp_path / "expected").output_file).read_bytes()
+    folder = save(tmp_path / "x.ckpt", state(), meta).raw
+    expected = Path(command(folder, tmp_path / "expected").output_file.raw).read_bytes()
     for module in MODULES:
         run_here(monkeypatch, module, folder, "--output_file", f"{tmp_path}/{module}")
         assert (tmp_path / module).read_bytes() == expected, module
@@ -202,7 +205,7 @@ def test_both_ends_can_be_in_a_store(bucket: Bucket, tmp_path: Path) -> None:
     save(url, state(), {"epoch": 3})
     save(tmp_path / "x.ckpt", state(), {"epoch": 3})
     before = bucket.names()
-    assert str(command(url).output_file) == f"{url}.consolidated"
+    assert str(command(url).output_file.raw) == f"{url}.consolidated"
     assert sorted({*bucket.names()} - {*before}) == ["run/x.ckpt.consolidated"]
     assert_same(load_file(f"{url}.consolidated"), stock(tmp_path / "x.ckpt"))
     command(url, f"file://{tmp_path}/a/local.ckpt")
@@ -223,7 +226,7 @@ def test_state_that_is_not_safe_to_load_takes_a_word_of_the_user(
     assert re.search(r"x\.ckpt has beside model .*set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1.*Custom", caplog.text, re.S)
     assert os.listdir(tmp_path) == ["x.ckpt"]
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    assert isinstance(torch.load(command(folder).output_file)["custom"], Custom)
+    assert isinstance(torch.load(command(folder).output_file.raw)["custom"], Custom)
 
 
 def flip(path: Path, at: int) -> None:
@@ -258,9 +261,9 @@ def test_a_tensor_of_which_a_part_is_not_there_is_no_garbage_but_an_error(tmp_pa
     metadata = make(tmp_path / "x.ckpt", {"w": torch.rand(8, 2)}, along(0, 2))
     metadata.lightning["meta"] = None  # type: ignore[attr-defined]
     metadata.state_dict_metadata["w"].chunks.pop()
-    metadata_file.write_metadata(tmp_path / "x.ckpt", metadata)
+    metadata_file.write_metadata(locate(tmp_path / "x.ckpt"), metadata)
     with pytest.raises(OSError, match="do not tell where all of 'w' is"):
-        consolidate.consolidate(tmp_path / "x.ckpt", tmp_path / "y.ckpt")
+        consolidate.consolidate(locate(tmp_path / "x.ckpt"), locate(tmp_path / "y.ckpt"))
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
@@ -362,6 +365,7 @@ def test_ctrl_c_in_the_middle_leaves_no_file(bucket: Bucket) -> None:
 MEASURE = """
 import re, sys
 from pathlib import Path
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.tools import consolidate, verify
 
 def status(name):
@@ -374,7 +378,7 @@ def measure(function, *arguments):
     print(status("VmHWM") - before)
     return result
 
-folder, output = map(Path, sys.argv[1:])
+folder, output = map(locate, sys.argv[1:])
 measure(consolidate.consolidate, folder, output)
 assert not measure(verify.verify, folder).problems
 assert not measure(verify.verify, output).problems

@@ -15,9 +15,9 @@ from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.background.pending import drain, will_exist
 from lightning.fabric.storage.background.queue import Queue, Save
-from lightning.fabric.storage.paths.filesystem import list_names
 from lightning.fabric.storage.paths.layout import MARKS
-from lightning.fabric.storage.paths.location import Location
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.sharded.metadata_file import read_metadata
 from lightning.fabric.storage.tools.copy import duplicate
 from lightning.fabric.storage.tools.discover import why_incomplete
@@ -47,7 +47,7 @@ def test_a_file_is_copied_over_another_one(root: str) -> None:
     for epoch, name in enumerate(("one", "two"), 1):
         duplicate(f"{root}/run/{name}.ckpt", f"{root}/run/last.ckpt")
         assert load_file(f"{root}/run/last.ckpt") == {"epoch": epoch}
-    assert list_names(f"{root}/run") == ["last.ckpt", "one.ckpt", "two.ckpt"]
+    assert locate(f"{root}/run").list_names() == ["last.ckpt", "one.ckpt", "two.ckpt"]
 
 
 def test_shards_are_copied_over_shards_and_nothing_is_left_of_those(root: str) -> None:
@@ -56,9 +56,9 @@ def test_shards_are_copied_over_shards_and_nothing_is_left_of_those(root: str) -
     for number, name in enumerate(("one", "two"), 1):
         duplicate(f"{root}/run/{name}.ckpt", f"{root}/run/last.ckpt")
         assert load(f"{root}/run/last.ckpt") == number
-        assert list_names(f"{root}/run/last.ckpt") == list_names(f"{root}/run/{name}.ckpt")
+        assert locate(f"{root}/run/last.ckpt").list_names() == locate(f"{root}/run/{name}.ckpt").list_names()
     assert load(f"{root}/run/one.ckpt") == 1
-    assert list_names(f"{root}/run") == ["last.ckpt", "one.ckpt", "two.ckpt"]
+    assert locate(f"{root}/run").list_names() == ["last.ckpt", "one.ckpt", "two.ckpt"]
 
 
 def test_a_file_and_a_folder_take_each_others_place(root: str) -> None:
@@ -69,7 +69,7 @@ def test_a_file_and_a_folder_take_each_others_place(root: str) -> None:
     assert load(f"{root}/run/last.ckpt") == 2
     duplicate(f"{root}/run/one.ckpt", f"{root}/run/last.ckpt")
     assert load_file(f"{root}/run/last.ckpt") == {"epoch": 1}
-    assert list_names(f"{root}/run") == ["last.ckpt", "one.ckpt", "two.ckpt"]
+    assert locate(f"{root}/run").list_names() == ["last.ckpt", "one.ckpt", "two.ckpt"]
 
 
 def test_s3_copies_what_is_large_in_parts_and_nothing_passes_through_this_machine(
@@ -123,7 +123,7 @@ def test_what_is_copied_stays_once_metadata_may_be_there(mark: str, root: str, m
 
     marks = [mark]
 
-    def interrupted(source: Location, target: Location) -> None:
+    def interrupted(source: Place, target: Place) -> None:
         server_side_copy.copy_file(source, target)
         if marks and str(target).endswith(marks[0]):
             marks.clear()
@@ -134,7 +134,7 @@ def test_what_is_copied_stays_once_metadata_may_be_there(mark: str, root: str, m
         duplicate(f"{root}/run/two.ckpt", f"{root}/run/last.ckpt")
     assert load(f"{root}/run/last.ckpt") == 2
     duplicate(f"{root}/run/one.ckpt", f"{root}/run/last.ckpt")
-    assert list_names(f"{root}/run/last.ckpt") == list_names(f"{root}/run/one.ckpt")
+    assert locate(f"{root}/run/last.ckpt").list_names() == locate(f"{root}/run/one.ckpt").list_names()
     assert load(f"{root}/run/last.ckpt") == 1
 
 
@@ -150,7 +150,7 @@ def test_shards_with_the_names_of_the_old_ones_are_never_taken_for_those(bucket:
         duplicate(f"{bucket.url}/run/one.ckpt", f"{bucket.url}/run/last.ckpt")
     assert "incomplete" in str(why_incomplete(f"{bucket.url}/run/last.ckpt"))
     duplicate(f"{bucket.url}/run/one.ckpt", f"{bucket.url}/run/last.ckpt")
-    assert read_metadata(f"{bucket.url}/run/last.ckpt")
+    assert read_metadata(locate(f"{bucket.url}/run/last.ckpt"))
 
 
 @pytest.mark.parametrize("status", [400, 404, 405, 501])
@@ -227,7 +227,7 @@ def test_a_copy_in_the_background_comes_after_the_save_and_not_at_all_if_that_fa
     def fail() -> None:
         raise OSError("full")
 
-    a, b, last = Path("a"), Path("b"), Path("last")
+    a, b, last = map(locate, ("a", "b", "last"))
     queue.submit(Save(a), lambda: done.append("save") if gate.wait(60) else None)
     queue.submit_copy(last, lambda: done.append("copy"))
     assert will_exist("last") is True

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.strategies import checkpoints
 from lightning.fabric.storage.tools import verify
 from tests.storage.states import assert_same
@@ -104,7 +105,7 @@ def check(kind: str, folder: Path, numbers: range) -> None:
         if damaged == contents[which]:
             continue
         names[which].write_bytes(damaged)
-        result = verify.verify(sound)
+        result = verify.verify(locate(sound))
         try:
             if result.problems:
                 assert any(str(sound) in problem for problem in result.problems)

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from lightning.fabric.storage.archives.load import archive, load_file
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.sharded.global_plan import PackedPlan, join_plans
 from lightning.fabric.storage.sharded.metadata_unpickler import unpickle
@@ -88,9 +89,9 @@ def test_whoever_trusts_a_checkpoint_loads_what_is_no_plain_type(
     with pytest.raises(
         RuntimeError, match=r"'model\.note' cannot be loaded here: .* TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"
     ):
-        consolidate.consolidate(tmp_path / "x.ckpt", tmp_path / "y.ckpt")
+        consolidate.consolidate(locate(tmp_path / "x.ckpt"), locate(tmp_path / "y.ckpt"))
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    consolidate.consolidate(tmp_path / "x.ckpt", tmp_path / "y.ckpt")
+    consolidate.consolidate(locate(tmp_path / "x.ckpt"), locate(tmp_path / "y.ckpt"))
     assert torch.load(tmp_path / "y.ckpt")["model"]["note"] == [Hyperparameters(5)]
 
 
@@ -110,8 +111,8 @@ def test_a_full_state_with_code_is_not_given_to_lazy_loading(tmp_path: Path) -> 
     torch.save({"code": Hyperparameters(3)}, tmp_path / "y.ckpt")
     for name in ("x.ckpt", "y.ckpt"):
         with pytest.raises(pickle.UnpicklingError, match=r"(?s)\.ckpt: .*Hyperparameters"):
-            archive(checkpoints.FoundCheckpoint(tmp_path / name, weights_only=True))
-        assert archive(checkpoints.FoundCheckpoint(tmp_path / name, weights_only=False)) == str(tmp_path / name)
+            archive(checkpoints.FoundCheckpoint(locate(tmp_path / name), weights_only=True))
+        assert archive(checkpoints.FoundCheckpoint(locate(tmp_path / name), weights_only=False)) == str(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", sorted(hostile.ARCHIVES))
@@ -199,11 +200,11 @@ def test_metadata_name_no_class_that_torch_does_not_write(tmp_path: Path) -> Non
     with pytest.raises(
         OSError, match=r"\.metadata is damaged, or no metadata .*Hyperparameters, which no metadata have"
     ):
-        metadata_file.read_metadata(tmp_path / "x.ckpt")
+        metadata_file.read_metadata(locate(tmp_path / "x.ckpt"))
 
 
 def test_metadata_of_ours_without_their_checksum_are_damaged(tmp_path: Path) -> None:
     hostile.ours(tmp_path / "x.ckpt")
     path = tmp_path / "x.ckpt" / ".metadata"
     path.write_bytes(path.read_bytes().partition(b"\nlightning-crc32")[0])
-    assert "its checksum is missing" in verify.verify(tmp_path / "x.ckpt").problems[0]
+    assert "its checksum is missing" in verify.verify(locate(tmp_path / "x.ckpt")).problems[0]

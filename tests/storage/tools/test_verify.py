@@ -14,6 +14,8 @@ from click.testing import CliRunner
 
 from lightning.fabric import cli
 from lightning.fabric.storage.archives.save import save_file
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.sharded.checksums import records_of
 from lightning.fabric.storage.strategies import checkpoints
@@ -111,7 +113,7 @@ def test_every_damaged_byte_of_a_shard_is_found_and_belongs_to_a_tensor(tmp_path
     save(tmp_path / "x.ckpt")
     shard = shard_of(tmp_path / "x.ckpt")
     records = {}
-    for index, info in metadata_file.read_metadata(tmp_path / "x.ckpt")[0].storage_data.items():
+    for index, info in metadata_file.read_metadata(locate(tmp_path / "x.ckpt"))[0].storage_data.items():
         records[index.fqn] = info
     assert set(records) == {"model.large", "model.small", "model.empty", "optimizer.lr", "optimizer.names"}
     for name, info in records.items():
@@ -133,7 +135,9 @@ def test_damage_that_goes_on_is_one_line_and_other_damage_is_another(tmp_path: P
     save(tmp_path / "x.ckpt")
     shard, meta = shard_of(tmp_path / "x.ckpt"), next((tmp_path / "x.ckpt").glob("*_meta.distcp"))
     info = next(
-        i for n, i in metadata_file.read_metadata(tmp_path / "x.ckpt")[0].storage_data.items() if n.fqn == "model.large"
+        i
+        for n, i in metadata_file.read_metadata(locate(tmp_path / "x.ckpt"))[0].storage_data.items()
+        if n.fqn == "model.large"
     )
     flip(shard, info.offset + 1000, info.offset + 1000 + MIB)
     flip(meta, 100)
@@ -177,7 +181,8 @@ def test_a_shard_of_stock_lightning_that_was_cut_off_is_told_with_the_tensors_th
     save_stock(tmp_path / "x.ckpt")
     shard = shard_of(tmp_path / "x.ckpt")
     last = max(
-        metadata_file.read_metadata(tmp_path / "x.ckpt")[0].storage_data.items(), key=lambda item: item[1].offset
+        metadata_file.read_metadata(locate(tmp_path / "x.ckpt"))[0].storage_data.items(),
+        key=lambda item: item[1].offset,
     )
     shard.write_bytes(shard.read_bytes()[:-10])
     code, lines, _ = run(tmp_path / "x.ckpt")
@@ -239,7 +244,7 @@ def test_bytes_without_a_checksum_are_a_problem(tmp_path: Path, run: Run, lackin
     gone = records.pop(0)
     if lacking == "checksums":
         records.insert(0, (*gone[:4], b""))
-    metadata_file.write_metadata(tmp_path / "x.ckpt", metadata)
+    metadata_file.write_metadata(locate(tmp_path / "x.ckpt"), metadata)
     code, lines, _ = run(tmp_path / "x.ckpt")
     assert code == 1
     assert lines[0].endswith(f"bytes 0 to {gone[1]} of 'a' have no checksum")
@@ -325,9 +330,14 @@ def test_what_cannot_be_verified_is_told_in_one_line(bucket: Bucket, tmp_path: P
     (tmp_path / "folder").mkdir()
     save(f"{bucket.url}/x.ckpt")
     for place, reason in {
-        tmp_path / "missing.ckpt": f"There is nothing at {tmp_path}/missing.ckpt",
+        tmp_path / "missing.ckpt": (
+            f"There is nothing at {tmp_path}/missing.ckpt. Correct the path: there is no 'missing.ckpt' in {tmp_path}."
+        ),
         tmp_path / "folder": f"There is no checkpoint in the folder {tmp_path}/folder",
-        f"{bucket.url}/missing.ckpt": f"There is nothing at {bucket.url}/missing.ckpt",
+        f"{bucket.url}/missing.ckpt": (
+            f"There is nothing at {bucket.url}/missing.ckpt. Correct the URL: upper and lower case and every slash"
+            " count in the names of a store."
+        ),
         "nope://x.ckpt": "ValueError: There is no way to nope://x.ckpt: fsspec knows no protocol 'nope': use .*",
     }.items():
         assert run(place)[:2] == (2, [])
@@ -453,11 +463,11 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_no_problem(
     save_file(STATE, tmp_path / "b.ckpt")
     find = verify.find_checkpoint
 
-    def remove_another(place: Path) -> Any:
+    def remove_another(place: Place) -> Any:
         (tmp_path / "b.ckpt").unlink(missing_ok=True)
         return find(place)
 
-    monkeypatch.setattr(verify, "find_checkpoint", lambda p: remove_another(p) if p != tmp_path else find(p))
+    monkeypatch.setattr(verify, "find_checkpoint", lambda p: remove_another(p) if p != locate(tmp_path) else find(p))
     code, lines, _ = run(tmp_path)
     assert code == 0
     assert lines[1:] == [f"{tmp_path}/b.ckpt: removed meanwhile", "1 checkpoint, all complete"]

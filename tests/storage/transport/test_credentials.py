@@ -18,7 +18,6 @@ from google.oauth2 import service_account
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.paths.credentials import keep_current
-from lightning.fabric.storage.paths.filesystem import filesystem, is_file, list_names
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.remove import remove
 from lightning.fabric.storage.transport import multipart
@@ -62,7 +61,7 @@ def write_keys(folder: Path, key: str) -> None:
 
 
 def upload(root: str) -> None:
-    with open_writer(f"{root}/y", lean=True) as file:
+    with open_writer(locate(f"{root}/y"), lean=True) as file:
         file.write(bytes(6 * MIB))
 
 
@@ -70,8 +69,8 @@ REQUESTS: list[Callable[[str], Any]] = [
     lambda root: save_file(STATE, f"{root}/x"),
     upload,
     lambda root: load_file(f"{root}/x"),
-    lambda root: is_file(locate(f"{root}/x")),
-    lambda root: list_names(locate(root)),
+    lambda root: locate(f"{root}/x").is_file(),
+    lambda root: locate(root).list_names(),
     lambda root: copy_file(locate(f"{root}/x"), locate(f"{root}/z")),
     lambda root: remove(locate(f"{root}/x")),
 ]
@@ -198,7 +197,7 @@ def test_a_signature_of_azure_that_was_renewed_in_the_environment_is_used(monkey
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "lab")
     for signature in ("sv=2024-01-01&sig=old", "sv=2024-01-01&sig=new"):
         monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", signature)
-        fs, _ = filesystem("az://container/x")
+        fs, _ = locate("az://container/x").resolve()
         assert fs.service_client.url.endswith(f"?{signature}")
         connected = fs.service_client
-        assert filesystem("az://container/x")[0].service_client is connected
+        assert locate("az://container/x").resolve()[0].service_client is connected

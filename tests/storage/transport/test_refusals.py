@@ -10,7 +10,6 @@ import torch
 
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
-from lightning.fabric.storage.paths.filesystem import filesystem
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.tools.copy import duplicate
 from lightning.fabric.storage.transport import multipart, server_side_copy
@@ -104,7 +103,7 @@ def test_ranges_that_come_with_the_status_of_a_whole_are_read_through_the_client
 
 
 def test_a_whole_with_another_checksum_is_an_error(bucket: Bucket) -> None:
-    fs, path = filesystem(f"{bucket.url}/x")
+    fs, path = locate(f"{bucket.url}/x").resolve()
     bucket.put("x", b"0123456789")
     source = fsspec_reader.FsspecSource(fs, path)
     garbling = bucket.refusing(lambda method, path: Fault.GARBLED if method == "GET" else None)

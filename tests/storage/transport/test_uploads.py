@@ -24,6 +24,7 @@ from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.collectives.rank_group import RankGroup
 from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.place import StorePlace
 from lightning.fabric.storage.save_report import SaveReport, reporting
 from lightning.fabric.storage.sharded.save_planner import PlanCache, Shard
 from lightning.fabric.storage.sharded.writer import ShardWriter
@@ -72,7 +73,7 @@ def test_a_small_file_goes_up_with_one_request(bucket: Bucket) -> None:
 
 
 def test_an_empty_file_is_an_object_too(bucket: Bucket) -> None:
-    with transport.open_writer(f"{bucket.url}/x"):
+    with transport.open_writer(locate(f"{bucket.url}/x")):
         pass
     assert bucket.get("x") == b""
 
@@ -319,7 +320,7 @@ def test_an_interrupted_upload_is_taken_back_and_does_not_go_on_behind_the_calle
 
 def test_a_file_that_was_given_up_is_not_completed_by_the_garbage_collector(bucket: Bucket) -> None:
     def give_up() -> None:
-        with transport.open_writer(f"{bucket.url}/x") as file:
+        with transport.open_writer(locate(f"{bucket.url}/x")) as file:
             file.write(b"x" * 20 * _MIB)
             raise RuntimeError
 
@@ -428,7 +429,7 @@ def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_piecemeal(url: Any, told: int, size: int = 16 * _MIB) -> None:
-    with transport.open_writer(url, lean=True) as file:
+    with transport.open_writer(locate(url), lean=True) as file:
         file.expect(told)
         file.write(b"0123")
         for _ in range(size // _MIB):
@@ -449,7 +450,7 @@ def test_all_parts_but_the_last_are_of_one_size(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, kind: type, told: int, parts: int, options: dict[str, Any]
 ) -> None:
     demand_equal_parts(monkeypatch)
-    monkeypatch.setattr(transport, "filesystem", lambda url: (kind(**options), url.removeprefix("s3://")))
+    monkeypatch.setattr(StorePlace, "resolve", lambda place: (kind(**options), place.raw.removeprefix("s3://")))
     write_piecemeal(f"{bucket.url}/x", told)
     assert len(bucket.get("x")) == 16 * _MIB + 4
     assert {part_of(path) for _, path in bucket.requests} - {""} == {str(part + 1) for part in range(parts)}
@@ -461,7 +462,7 @@ def test_more_parts_than_a_store_takes_are_an_error_before_they_are_sent(
 ) -> None:
     monkeypatch.setattr(multipart, "MOST_PARTS", 2)
     monkeypatch.setattr(multipart, "SMALLEST_LEAN_PART", 5 * _MIB)
-    monkeypatch.setattr(transport, "filesystem", lambda url: (kind(), url.removeprefix("s3://")))
+    monkeypatch.setattr(StorePlace, "resolve", lambda place: (kind(), place.raw.removeprefix("s3://")))
     with pytest.raises(OSError, match=r"More than 2 parts of 5242880 bytes are needed.*Keep such data in tensors"):
         write_piecemeal(f"{bucket.url}/x", told=0, size=11 * _MIB)
     assert bucket.names() == []
@@ -474,9 +475,9 @@ def test_parts_have_the_size_that_an_option_of_the_client_says(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, kind: type
 ) -> None:
     fs = kind(default_block_size=6 * _MIB)
-    monkeypatch.setattr(transport, "filesystem", lambda url: (fs, url.removeprefix("s3://")))
+    monkeypatch.setattr(StorePlace, "resolve", lambda place: (fs, place.raw.removeprefix("s3://")))
     for lean in (True, False):
-        with transport.open_writer(f"{bucket.url}/{lean}", lean=lean) as file:
+        with transport.open_writer(locate(f"{bucket.url}/{lean}"), lean=lean) as file:
             file.write(bytes(13 * _MIB))
         sent = [part_of(path) for _, path in bucket.requests if path.startswith(f"/{bucket.name}/{lean}")]
         assert set(sent) - {""} == {"1", "2", "3"}

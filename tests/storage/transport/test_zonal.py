@@ -10,7 +10,6 @@ import torch
 
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
-from lightning.fabric.storage.paths.filesystem import kind
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.remove import remove
 from lightning.fabric.storage.strategies import checkpoints
@@ -56,7 +55,7 @@ def test_what_is_sent_and_asked_for_at_a_time_is_bounded(place: ZonalBucket) -> 
     url = f"{place.url}/{NAME}"
     save_file(STATE, url)
     assert sum(place.server.written) == len(place.get(NAME)) > 40 * MIB
-    source = open_source(url)
+    source = open_source(locate(url))
     content = bytearray(source.size)
     source.read_into(0, memoryview(content))
     source.close()
@@ -144,21 +143,21 @@ def test_a_range_that_always_comes_damaged_is_an_error(place: ZonalBucket) -> No
 
 
 def test_shards_are_replaced_and_removed_and_leave_no_folder_and_no_temporary_object(place: ZonalBucket) -> None:
-    location = locate(f"{place.url}/{NAME}")
+    checkpoint = locate(f"{place.url}/{NAME}")
     state: dict[str, Any] = {"model": {"w": torch.arange(12.0)}}
-    checkpoints.save_sharded(state, {"epoch": 1}, location)
+    checkpoints.save_sharded(state, {"epoch": 1}, checkpoint)
     with open_writer(locate(f"{place.url}/{NAME}/new.distcp")) as file:
         file.write(bytes(33 * MIB))
         (unfinished,) = place.unfinished_uploads()
     place.put(unfinished, b"what a process that was killed leaves")
-    checkpoints.save_sharded(state, {"epoch": 2}, location)
+    checkpoints.save_sharded(state, {"epoch": 2}, checkpoint)
     assert unfinished not in place.names()
     assert len(place.names()) == 4
-    found = checkpoints.find_checkpoint(location)
+    found = checkpoints.find_checkpoint(checkpoint)
     assert checkpoints.load_metadata(found)["epoch"] == 2
     state["model"]["w"] = torch.zeros(12)
     checkpoints.load_shards(state, found)
     assert torch.equal(state["model"]["w"], torch.arange(12.0))
-    remove(location)
+    remove(checkpoint)
     assert place.names() == []
-    assert kind(location) == "nothing"
+    assert checkpoint.kind() == "nothing"

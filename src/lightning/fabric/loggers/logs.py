@@ -5,14 +5,14 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import IO
 
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning.fabric.loggers.mirror import Mirror
-from lightning.fabric.storage.paths.filesystem import filesystem, has_folders, kind, list_names
-from lightning.fabric.storage.paths.location import Location, display, join, locate
+from lightning.fabric.storage.paths.filesystem import has_folders
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.paths.remove import remove_file
 from lightning.fabric.storage.transport.errors import questions_named
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -26,25 +26,24 @@ def path_or_url(path: _Path | None) -> _Path | None:
     """Returns a folder as it was given, but the URL that a ``Path`` was made from, and the path of a ``file:`` URL."""
     if not path:
         return path
-    location = locate(path)
+    place = locate(path)
     is_url = os.fspath(path).startswith(("file:", "local:"))
-    return path if isinstance(location, Path) and not is_url else str(location)
+    return path if place.is_local and not is_url else place.raw
 
 
 def mirror_for(folder: str) -> Mirror | None:
     """A mirror if ``folder`` is a URL, and None if it is a local path, which logs are written to without one."""
-    location = locate(folder)
-    return None if isinstance(location, Path) else Mirror(location)
+    place = locate(folder)
+    return None if place.is_local else Mirror(place)
 
 
 def local_folder_for(client: str, folder: _Path | None) -> _Path | None:
     """``folder`` for the package ``client``, which writes to local folders only; a temporary one if it is a URL."""
     folder = path_or_url(folder)
-    location = folder and locate(folder)
-    if not isinstance(location, str) or not location:
+    if not folder or locate(folder).is_local:
         return folder
     made = tempfile.mkdtemp(prefix=f"{client}-")
-    log.info(f"{client} writes to local folders only: its own files go to {made}, and not to {display(location)}")
+    log.info(f"{client} writes to local folders only: its own files go to {made}, and not to {locate(folder)}")
     return made
 
 
@@ -54,18 +53,13 @@ def refuse_url(folder: _Path | None, instead: str) -> None:
     Raises:
         ValueError: It is a URL. The message says what to do instead.
     """
-    location = folder and locate(folder)
-    if isinstance(location, str) and location:
-        raise ValueError(f"{display(location)} is not a local folder: {instead}")
+    if folder and not locate(folder).is_local:
+        raise ValueError(f"{locate(folder)} is not a local folder: {instead}")
 
 
 def make_folder(folder: str) -> None:
     """Makes a folder where files need one. An object store is not asked: its client would make a bucket."""
-    location = locate(folder)
-    if isinstance(location, Path):
-        LocalFileSystem().makedirs(folder, exist_ok=True)
-        return
-    fs, path = filesystem(location)
+    fs, path = locate(folder).resolve()
     if has_folders(fs):
         fs.makedirs(path, exist_ok=True)
 
@@ -85,18 +79,18 @@ def next_version(folder: str) -> int:
     Raises:
         OSError: The store did not answer.
     """
-    location = locate(folder)
-    numbers = {name: name.split("_")[1] for name in _names_in(location) if name.startswith("version_")}
+    place = locate(folder)
+    numbers = {name: name.split("_")[1] for name in _names_in(place) if name.startswith("version_")}
     for name in sorted((name for name in numbers if numbers[name].isdecimal()), key=lambda name: -int(numbers[name])):
-        if kind(join(location, name)) == "directory":
+        if (place / name).kind() == "directory":
             return int(numbers[name]) + 1
     return 0
 
 
-def _names_in(location: Location) -> list[str]:
+def _names_in(place: Place) -> list[str]:
     try:
-        with questions_named(location):
-            return list_names(location)
+        with questions_named(place):
+            return place.list_names()
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -171,7 +165,7 @@ class LogFiles(_LogFolder):
         """
         if has_entries(folder):
             rank_zero_warn(
-                f"Experiment logs directory {display(folder)} exists and is not empty. What an earlier run has logged"
+                f"Experiment logs directory {locate(folder)} exists and is not empty. What an earlier run has logged"
                 f" to {os.path.basename(file)} there is deleted: give each run its own version, to keep all."
             )
             remove_file(locate(file))

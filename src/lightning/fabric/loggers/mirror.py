@@ -18,8 +18,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
-from lightning.fabric.storage.paths.filesystem import is_file
-from lightning.fabric.storage.paths.location import Location, display, join
+from lightning.fabric.storage.paths.place import Place
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport.open import open_writer
 
 log = logging.getLogger(__name__)
@@ -46,15 +46,15 @@ class Mirror:
     What is pickled is a mirror of the same place that begins with the files of this one, except for events.
 
     Args:
-        location: The URL of the folder's copy.
+        place: The URL of the folder's copy.
         contents: Files that are there already, by name.
 
     Attributes:
         folder: The folder to write to. It is removed when the mirror is no longer used and all is copied.
     """
 
-    def __init__(self, location: Location, contents: dict[str, bytes] | None = None) -> None:
-        self._copies = _Copies(location)
+    def __init__(self, place: Place, contents: dict[str, bytes] | None = None) -> None:
+        self._copies = _Copies(place)
         self.folder = self._copies.folder
         #: Held by who changes a file that must not be copied halfway.
         self.changing = self._copies.changing
@@ -91,21 +91,21 @@ class Mirror:
         """
         if name in self._copies.known:
             return False
-        missing = not is_file(join(self._copies.location, name))
+        missing = not (self._copies.place / name).is_file()
         self._copies.known.add(name)
         return missing
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._copies.send_or_tell()  # else it would be sent later, over what the other one has sent
         contents = {name: path.read_bytes() for name, path in self._copies.found() if not _holds_events(name)}
-        return Mirror, (self._copies.location, contents)
+        return Mirror, (self._copies.place, contents)
 
 
 class _Copies:
     """What a mirror shares with its thread, which goes on without it to the end."""
 
-    def __init__(self, location: Location) -> None:
-        self.location = location
+    def __init__(self, place: Place) -> None:
+        self.place = place
         self.folder = Path(tempfile.mkdtemp(prefix="lightning-logs-"))
         self.changing = threading.RLock()
         self.known: set[str] = set()
@@ -196,10 +196,10 @@ class _Copies:
             self._send(everything)
         except Exception as error:
             if everything and self._told == _reason(error):
-                log.warning(f"Logs are still not up to date in {display(self.location)} ({type(error).__name__})")
+                log.warning(f"Logs are still not up to date in {self.place} ({type(error).__name__})")
             elif everything or not self._told:
                 again = "" if everything else f" It is tried again every {INTERVAL_S:.0f} s."
-                log.warning(f"Logs are not up to date in {display(self.location)}. {display(str(error))}{again}")
+                log.warning(f"Logs are not up to date in {self.place}. {redact(str(error))}{again}")
             self._told = _reason(error)
             return False
         self._told = ""
@@ -220,7 +220,7 @@ class _Copies:
             if name not in self._files:
                 self._files[name] = _Events(path) if _holds_events(name) else _Whole(path, self.changing)
             for suffix, content in self._files[name].uploads(everything):
-                with open_writer(join(self.location, name + suffix)) as file:
+                with open_writer(self.place / (name + suffix)) as file:
                     file.write(content)
 
 

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lightning.fabric.storage.paths.location import Location, display
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class SaveReport:
     """What one save took.
 
     Args:
-        location: Where the checkpoint is, or will be.
+        place: Where the checkpoint is, or will be.
         size: Bytes that this process has written, and on rank zero those of the other ranks of a sharded save.
         stages: Seconds in the training thread: ``wait`` for what is in the background, ``stage`` for the copy to host
             memory that it needs. Of a synchronous save: ``plan``, in which ranks agree who saves what; ``upload``; and
@@ -50,7 +50,7 @@ class SaveReport:
         retries_unknown: Whether a part went through a client that sends requests again without telling.
     """
 
-    location: Location
+    place: Place
     size: int = 0
     stages: dict[str, float] = field(default_factory=dict)
     background: dict[str, float] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class SaveReport:
             parts.append(f"{self.size / _MIB / moving:.0f} MiB/s")
         if self.retries:
             parts.append(f"{'at least ' if self.retries_unknown else ''}{self.retries} retries")
-        return f"Saved {display(self.location)}: {', '.join(parts)}"
+        return f"Saved {self.place}: {', '.join(parts)}"
 
 
 class Listener(Protocol):
@@ -134,12 +134,12 @@ def reporting(report: SaveReport, background: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def reported(location: Location) -> Iterator[None]:
-    """For a body that saves at ``location``: a save of its own, unless a report is the current one already."""
+def reported(place: Place) -> Iterator[None]:
+    """For a body that saves at ``place``: a save of its own, unless a report is the current one already."""
     if _current.get() is not None:
         yield
         return
-    report = SaveReport(location)
+    report = SaveReport(place)
     with reporting(report):
         yield
     finished(report)
@@ -254,25 +254,25 @@ class Transfer:
 
     Args:
         verb: What is done to it, in the past tense.
-        location: Where it is, or will be.
+        place: Where it is, or will be.
         size: Bytes, when that is known.
         seconds: From the first byte that was asked for to the last that was committed or unpickled.
     """
 
     verb: str
-    location: Location
+    place: Place
     size: int = 0
     seconds: float = 0.0
 
     def __str__(self) -> str:
         size, rate = self.size / _MIB, self.size / _MIB / max(self.seconds, 1e-9)
-        return f"{self.verb} {display(self.location)}: {size:.1f} MiB in {self.seconds:.2f} s, {rate:.0f} MiB/s"
+        return f"{self.verb} {self.place}: {size:.1f} MiB in {self.seconds:.2f} s, {rate:.0f} MiB/s"
 
 
 @contextmanager
-def timed(verb: str, location: Location) -> Iterator[Transfer]:
+def timed(verb: str, place: Place) -> Iterator[Transfer]:
     """Logs what a body that moves a file took, if it succeeds; the body sets the size."""
-    transfer = Transfer(verb, location)
+    transfer = Transfer(verb, place)
     started = time.monotonic()
     yield transfer
     transfer.seconds = time.monotonic() - started

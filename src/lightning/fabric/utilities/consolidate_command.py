@@ -5,8 +5,9 @@ import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 
-from lightning.fabric.storage.paths.filesystem import kind
-from lightning.fabric.storage.paths.location import Location, beside, display, display_about, locate
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.place import Place
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.strategies.checkpoints import find_checkpoint
 from lightning.fabric.storage.transport.errors import questions_named
 
@@ -43,9 +44,9 @@ def checked_arguments(folder: str, output: str | None, code_if_missing: int = 1)
     """
     code = 1
     try:
-        location = locate(folder)
-        target = beside(location, ".consolidated") if output is None else locate(output)
-        problem = _problem_of(location, target)
+        place = locate(folder)
+        target = place.beside(".consolidated") if output is None else locate(output)
+        problem = _problem_of(place, target)
     except _NoFolder as error:
         problem, code = str(error), code_if_missing
     except Exception as error:  # clients of stores raise what they like
@@ -53,26 +54,26 @@ def checked_arguments(folder: str, output: str | None, code_if_missing: int = 1)
     if problem:
         log.error(problem)
         sys.exit(code)
-    return Namespace(checkpoint_folder=location, output_file=target)
+    return Namespace(checkpoint_folder=place, output_file=target)
 
 
 class _NoFolder(Exception):
     """There is nothing to consolidate."""
 
 
-def _problem_of(location: Location, target: Location) -> str:
-    with suppress(PermissionError), questions_named(location):  # there are roles that may read, but not list
-        kind(location)  # a store that is out of reach says so at once
-    found = find_checkpoint(location)
+def _problem_of(place: Place, target: Place) -> str:
+    with suppress(PermissionError), questions_named(place):  # there are roles that may read, but not list
+        place.kind()  # a store that is out of reach says so at once
+    found = find_checkpoint(place)
     if found.is_full:
         return f"The checkpoint to consolidate has to be a folder of shards, and there is a file: {found}"
-    if found.metadata is None and kind(location) == "nothing":
+    if found.metadata is None and place.kind() == "nothing":
         raise _NoFolder(f"The checkpoint folder does not exist: {found}")
     if found.metadata is None:
         return f"There is no sharded checkpoint that Lightning has saved in the folder {found}"
-    if kind(target) != "nothing":
+    if target.kind() != "nothing":
         return (
-            f"There is something at the path for the consolidated checkpoint already: {display(target)}. Remove it, or"
+            f"There is something at the path for the consolidated checkpoint already: {target}. Remove it, or"
             " choose another path with --output_file"
         )
     return ""
@@ -90,10 +91,10 @@ def run(config: Namespace) -> None:
     try:
         consolidate(config.checkpoint_folder, config.output_file)
     except (OSError, RuntimeError) as error:
-        log.error(_told(error, config.checkpoint_folder, config.output_file))
+        log.error(_told(error, config.checkpoint_folder.raw, config.output_file.raw))
         sys.exit(1)
 
 
-def _told(error: Exception, folder: Location, output: Location) -> str:
-    text = display_about(display_about(str(error), folder), output)
+def _told(error: Exception, folder: str, output: str) -> str:
+    text = redact(redact(str(error), folder), output)
     return text if isinstance(error, (OSError, RuntimeError)) and text else f"{type(error).__name__}: {text}"

@@ -5,7 +5,9 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lightning.fabric.storage.paths.location import Location, display, display_about, locate
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.place import Place
+from lightning.fabric.storage.paths.redact import redact
 
 if TYPE_CHECKING:
     import click
@@ -26,11 +28,11 @@ def run(path: str) -> int:
     from lightning.fabric.storage.tools.verify import NoCheckpoint, verify
 
     try:
-        location = locate(path)
+        place = locate(path)
         try:
-            result = verify(location)
+            result = verify(place)
         except NoCheckpoint:
-            found = checkpoints_below(location)
+            found = checkpoints_below(place)
             if not found:
                 raise
             return _run_each(found)
@@ -46,36 +48,36 @@ def run(path: str) -> int:
     return 1 if result.problems else 0
 
 
-def _run_each(found: Sequence[Location]) -> int:
+def _run_each(found: Sequence[Place]) -> int:
     """The same of many, with the one that sums up for each of them."""
     from lightning.fabric.storage.tools.verify import NoCheckpoint, verify_one_of_many
 
     checked = wrong = unknown = 0
-    for location in found:
+    for place in found:
         checked += 1
         try:
-            result = verify_one_of_many(location)
+            result = verify_one_of_many(place)
         except Exception as error:
             if isinstance(error, FileNotFoundError) and not isinstance(error, NoCheckpoint):
                 checked -= 1
-                print(f"{display(location)}: removed meanwhile")
+                print(f"{place}: removed meanwhile")
             else:
                 unknown += 1
-                print(f"{display(location)}: not checked: {_told(error, location)}")
+                print(f"{place}: not checked: {_told(error, place.raw)}")
             continue
         wrong += bool(result.problems)
         for problem in result.problems:
             print(problem)
-        print(f"{display(location)}: {result}")
+        print(f"{place}: {result}")
     counts = [f"{wrong} with problems"] * bool(wrong) + [f"{unknown} not checked"] * bool(unknown)
     what = f"{checked} checkpoint{'s' * (checked != 1)}"
     print(f"{what}: {', '.join(counts)}" if counts else f"{what}, all complete")
     return 1 if wrong else 2 if unknown else 0
 
 
-def _told(error: Exception, location: Location) -> str:
+def _told(error: Exception, path: str) -> str:
     kind = "" if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: "
-    return f"{kind}{display_about(str(error), location)}"
+    return f"{kind}{redact(str(error), path)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

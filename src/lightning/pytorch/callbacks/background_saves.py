@@ -18,7 +18,8 @@ from lightning.fabric.storage.background import pending
 from lightning.fabric.storage.background.queue import unconditionally, watching, without_skipping
 from lightning.fabric.storage.background.saver import saver_of, saves_here, states_of
 from lightning.fabric.storage.collectives.errors import together_in
-from lightning.fabric.storage.paths.location import display, locate
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.pytorch.callbacks.checkpoint_history import (
     History,
@@ -266,13 +267,13 @@ def link(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> None:
     history = _history(callback)
     history.last = last
     with undone_if_it_fails(callback, history) if last is None else nullcontext():
-        if isinstance(locate(path), str):
+        if not locate(path).is_local:
             copy_as_last(callback, trainer, path, is_durable=last is None)
         elif last is None:
             callback._link_checkpoint(trainer, target, path)
     if last is None:
         return
-    last.is_linked = isinstance(locate(path), str)  # the queue does it
+    last.is_linked = not locate(path).is_local  # the queue does it
     last.link = path
     if history.before is not None:
         for key, (before, after) in changes_since(history.before, callback).items():
@@ -302,7 +303,7 @@ def file_exists(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> b
 
     Rank zero looks.
     """
-    with together_in(trainer.strategy, f"looking for {display(path)}"):
+    with together_in(trainer.strategy, f"looking for {redact(path)}"):
         exists = trainer.is_global_zero and pending.will_exist(path)
         if exists is None:
             exists = is_saved(callback, trainer, path)
@@ -338,7 +339,7 @@ def drain_and_log() -> None:
     try:
         pending.drain()
     except Exception as error:
-        log.error(f"A checkpoint was not saved: {type(error).__name__}: {display(str(error))}")
+        log.error(f"A checkpoint was not saved: {type(error).__name__}: {redact(str(error))}")
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from lightning.fabric.storage.background.queue import unconditionally
 from lightning.fabric.storage.background.saver import saver_of
 from lightning.fabric.storage.collectives.errors import from_rank_zero, together_in
 from lightning.fabric.storage.own_plugins import loads_from_path, saves_at_path
-from lightning.fabric.storage.paths.filesystem import is_same, is_within, kind, shares_names
-from lightning.fabric.storage.paths.location import display, locate, text_of_folder
+from lightning.fabric.storage.paths.location import locate, text_of_folder
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.save_report import SaveReport, reporting
 from lightning.fabric.storage.save_report import stage as report_stage
 from lightning.fabric.storage.tools.copy import duplicate
@@ -51,12 +51,12 @@ def may_remove(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> bo
     nothing can be told about.
     """
     try:
-        location = locate(path)
-        if trainer.ckpt_path is not None and is_same(location, locate(trainer.ckpt_path)):
+        place = locate(path)
+        if trainer.ckpt_path is not None and place.is_same(locate(trainer.ckpt_path)):
             return False
-        return callback.dirpath is not None and is_within(location, locate(callback.dirpath))
+        return callback.dirpath is not None and place.is_within(locate(callback.dirpath))
     except (ImportError, OSError, ValueError) as error:
-        rank_zero_warn(f"{display(path)!r} is not removed, for it cannot be asked about: {display(str(error))}")
+        rank_zero_warn(f"{redact(path)!r} is not removed, for it cannot be asked about: {redact(str(error))}")
         return False
 
 
@@ -67,7 +67,7 @@ def is_same_folder(one: _Path | None, other: _Path | None) -> bool:
     try:
         return text_of_folder(one) == text_of_folder(other)
     except ValueError as error:  # what was a URL once; the callback warns that its folder has changed
-        log.debug(f"{display(str(other))!r} is not the folder {display(str(one))!r}: {error}")
+        log.debug(f"{redact(str(other))!r} is not the folder {redact(str(one))!r}: {error}")
         return False
 
 
@@ -84,9 +84,9 @@ def is_saved(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> bool
 
 
 def _is_something_at(path: str) -> bool:
-    location = locate(path)
-    with questions_named(location):
-        return kind(location) != "nothing"
+    place = locate(path)
+    with questions_named(place):
+        return place.kind() != "nothing"
 
 
 def can_be_linked_to(trainer: "Trainer", path: str) -> bool:
@@ -95,7 +95,7 @@ def can_be_linked_to(trainer: "Trainer", path: str) -> bool:
         return True
     if saver_of(trainer.strategy.checkpoint_io) is not None:
         return loads_from_path(trainer.strategy)  # it may not be there yet
-    return from_rank_zero(lambda: _is_something_at(path), f"looking for {display(path)}")
+    return from_rank_zero(lambda: _is_something_at(path), f"looking for {redact(path)}")
 
 
 def times_of_last(trainer: "Trainer", candidates: Iterable[str | None]) -> dict[str, float]:
@@ -133,7 +133,7 @@ def times_of_last(trainer: "Trainer", candidates: Iterable[str | None]) -> dict[
         )
     newest = max(times, key=times.__getitem__)
     if newest in others:
-        rank_zero_warn(f"The last checkpoint is not complete ({why}). The run goes on from {display(newest)!r}.")
+        rank_zero_warn(f"The last checkpoint is not complete ({why}). The run goes on from {redact(newest)!r}.")
     else:
         for path, reason in incomplete.items():
             warn_of_skipped(path, reason)
@@ -142,10 +142,10 @@ def times_of_last(trainer: "Trainer", candidates: Iterable[str | None]) -> dict[
 
 def _what_is_left_at(path: str) -> str:
     """What is missing of a checkpoint; empty if there is nothing of it."""
-    location = locate(path)
-    if isinstance(location, Path) and location.is_symlink() and not location.exists():
-        return f"{display(location)} is a link that leads to nothing"
-    return "" if kind(location) == "nothing" else why_incomplete(path) or ""
+    place = locate(path)
+    if place.is_broken_link():
+        return f"{place} is a link that leads to nothing"
+    return "" if place.kind() == "nothing" else why_incomplete(path) or ""
 
 
 def _model_checkpoints(trainer: "Trainer") -> "list[ModelCheckpoint]":
@@ -160,12 +160,12 @@ def _folder_of(callback: "ModelCheckpoint", trainer: "Trainer") -> _Path:
 def _moved_away(callback: "ModelCheckpoint", folder: str, paths: set[str]) -> dict[str, str]:
     """The last checkpoints that a save, which was killed, has moved away from where its own was to be."""
     last = rf"({re.escape(callback.CHECKPOINT_NAME_LAST)}.*{re.escape(callback.FILE_EXTENSION)})\.[0-9a-f]{{12}}\.old"
-    if shares_names(locate(folder)):
+    if locate(folder).shares_names():
         return {}  # where that is not done
     found = ((path, re.fullmatch(last, os.path.basename(path))) for path in paths_in_folder(folder))
     moved = {path: os.path.join(os.path.dirname(path), match[1]) for path, match in found if match is not None}
     return {
-        path: f"there is no {display(place)}, but {display(path)}, which was there before: give it that name again"
+        path: f"there is no {redact(place)}, but {redact(path)}, which was there before: give it that name again"
         for path, place in moved.items()
         if place not in paths
     }
@@ -246,10 +246,10 @@ def warn_of_local_folder(callback: "ModelCheckpoint", trainer: "Trainer", folder
         folder: Where the checkpoints are going to be.
     """
     root = locate(trainer.default_root_dir)
-    if callback.dirpath is None and isinstance(root, str) and isinstance(locate(folder), Path):
+    if callback.dirpath is None and not root.is_local and locate(folder).is_local:
         rank_zero_warn(
             f"Checkpoints go to {folder} on this machine, to the folder of {type(trainer.loggers[0]).__name__}, and not"
-            f" to the `default_root_dir` {display(root)}. To have them there, give that to ModelCheckpoint as its"
+            f" to the `default_root_dir` {root}. To have them there, give that to ModelCheckpoint as its"
             " `dirpath`, or to the logger as its `save_dir`."
         )
 
@@ -263,12 +263,12 @@ def look_at_folder(callback: "ModelCheckpoint", trainer: "Trainer", look: Callab
         look: Warns of what is there, and raises what every rank is to raise.
     """
     folder = callback.dirpath
-    if folder is None or (getattr(trainer, "fast_dev_run", False) and isinstance(locate(folder), str)):
+    if folder is None or (getattr(trainer, "fast_dev_run", False) and not locate(folder).is_local):
         return  # nothing is saved
     before = itertools.takewhile(lambda other: other is not callback, trainer.checkpoint_callbacks)
     if any(is_same_folder(getattr(other, "dirpath", None), folder) for other in before):
         return
-    with together_in(trainer.strategy, f"looking at {display(str(folder))}"):
+    with together_in(trainer.strategy, f"looking at {redact(str(folder))}"):
         if trainer.is_global_zero:
             look(folder)
 
@@ -276,12 +276,12 @@ def look_at_folder(callback: "ModelCheckpoint", trainer: "Trainer", look: Callab
 def look_at_root(trainer: "Trainer") -> None:
     """As :func:`look_at_folder`, before a fit, for a URL as `default_root_dir` that no callback's folder is in."""
     root = locate(trainer.default_root_dir)
-    if trainer.state.fn != "fit" or isinstance(root, Path) or getattr(trainer, "fast_dev_run", False):
+    if trainer.state.fn != "fit" or root.is_local or getattr(trainer, "fast_dev_run", False):
         return
     folders = [locate(path) for path in (getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks) if path]
-    if any(is_same(folder, root) or is_within(folder, root) for folder in folders):
+    if any(folder.is_same(root) or folder.is_within(root) for folder in folders):
         return
-    with together_in(trainer.strategy, f"looking at {display(root)}"):
+    with together_in(trainer.strategy, f"looking at {root}"):
         if trainer.is_global_zero:
             has_checkpoints(root)
 
@@ -302,7 +302,7 @@ def make_link(path: str, link: str) -> None:
 
 def link_checkpoint(trainer: "Trainer", path: str, link: str) -> None:
     """As :func:`make_link`, by rank zero; a collective call."""
-    with together_in(trainer.strategy, f"linking to {display(path)}"):
+    with together_in(trainer.strategy, f"linking to {redact(path)}"):
         if trainer.is_global_zero:
             make_link(path, link)
     trainer.strategy.barrier()
@@ -310,7 +310,7 @@ def link_checkpoint(trainer: "Trainer", path: str, link: str) -> None:
 
 def detach(path: str) -> None:
     """Removes a link to a neighbour, as :func:`make_link` makes it: a save through it would end in that checkpoint."""
-    if isinstance(locate(path), Path) and os.path.islink(path) and not os.path.dirname(os.readlink(path)):
+    if locate(path).is_local and os.path.islink(path) and not os.path.dirname(os.readlink(path)):
         os.unlink(path)
 
 
@@ -330,7 +330,7 @@ def copy_as_last(callback: "ModelCheckpoint", trainer: "Trainer", path: str, is_
     saver = saver_of(trainer.strategy.checkpoint_io)
     if saver is None:
         # in the profiler's report; it is no save of its own
-        doing = f"copying {display(target)} to {display(path)}"
+        doing = f"copying {redact(target)} to {redact(path)}"
         with reporting(SaveReport(locate(path))), report_stage("link"), together_in(trainer.strategy, doing):
             if trainer.is_global_zero:
                 duplicate(target, path)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from lightning.fabric.storage.paths.location import display
+from lightning.fabric.storage.paths.redact import redact
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def behind(exception: BaseException) -> Iterator[None]:
     except Exception as error:
         if error is exception:  # a callback raises it once more
             return
-        text = display(str(error))
+        text = redact(str(error))
         brief = f"{type(error).__name__}: {text.partition(': ')[0]}"
         after = f"After {type(exception).__name__} there was another error"
         if (reason := _NO_BUCKET.search(text)) is not None and reason[0] in str(exception):

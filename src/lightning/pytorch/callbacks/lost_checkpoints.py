@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from lightning.fabric.storage.collectives.errors import together_in
 from lightning.fabric.storage.own_plugins import saves_at_path
-from lightning.fabric.storage.paths.location import display, display_about
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.tools.recorded import why_lost
 from lightning.pytorch.callbacks.checkpoint_places import is_in_folder
 from lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
@@ -44,8 +44,8 @@ def _lost(callback: ModelCheckpoint) -> set[str]:
     untold: dict[str, str] = {}
     for path, answer in why_lost(dict.fromkeys(path for path in known if path)).items():
         if isinstance(answer, Exception):
-            why = f"{type(answer).__name__}: {display_about(str(answer), path)}"
-            reason = f"{display(path)!r} cannot be asked about ({why})"
+            why = f"{type(answer).__name__}: {redact(str(answer), path)}"
+            reason = f"{redact(path)!r} cannot be asked about ({why})"
             to_keep = isinstance(answer, OSError) and is_in_folder(callback, path)
             (untold if to_keep else lost)[path] = reason
         elif answer is not None:

@@ -18,7 +18,9 @@ from typing import IO, TYPE_CHECKING, Any
 from fsspec.implementations.local import LocalFileSystem
 from typing_extensions import override
 
-from lightning.fabric.storage.paths.location import Location, display, join, locate
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.place import Place
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport.open import open_writer
 from lightning.fabric.storage.transport.text import open_text
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -30,7 +32,7 @@ log = logging.getLogger(__name__)
 
 _PIECE = 16 * 2**20
 #: By folder at a URL, the one for what it did not take.
-_kept: dict[Location, Path] = {}
+_kept: dict[Place, Path] = {}
 
 
 @contextmanager
@@ -40,26 +42,26 @@ def folder_for(dirpath: str | os.PathLike[str]) -> Iterator[str]:
     Args:
         dirpath: A local path, which is made and given back, or a URL.
     """
-    location = locate(dirpath)
-    if isinstance(location, Path):
+    place = locate(dirpath)
+    if place.is_local:
         LocalFileSystem().makedirs(str(dirpath), exist_ok=True)
         yield str(dirpath)
         return
     with tempfile.TemporaryDirectory(prefix="lightning-profile-") as folder:
         yield folder
         for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            _copy(path, location, path.relative_to(folder).as_posix())
+            _copy(path, place, path.relative_to(folder).as_posix())
 
 
 def open_report(dirpath: str | os.PathLike[str], name: str) -> IO[str]:
     """The text file ``name`` in ``dirpath``, to add to at its end."""
-    location = locate(dirpath)
-    if isinstance(location, Path):
+    place = locate(dirpath)
+    if place.is_local:
         local = LocalFileSystem()
         local.makedirs(str(dirpath), exist_ok=True)
         file: IO[str] = local.open(os.path.join(dirpath, name), "a")
         return file
-    return _Report(location, name)
+    return _Report(place, name)
 
 
 class ReportFiles:
@@ -115,7 +117,7 @@ def _warn_of_no_stacks() -> None:
 class _Report(io.StringIO):
     """Goes to the store when it is closed, after what is there."""
 
-    def __init__(self, folder: Location, name: str) -> None:
+    def __init__(self, folder: Place, name: str) -> None:
         super().__init__(newline="")
         self._folder = folder
         self._name = name
@@ -127,25 +129,25 @@ class _Report(io.StringIO):
         text = self.getvalue()
         super().close()
         try:
-            location = join(self._folder, self._name)
-            with open_text(location, "w") as file:  # is written at the end
-                file.write(_content(location) + text)
+            place = self._folder / self._name
+            with open_text(place, "w") as file:  # is written at the end
+                file.write(_content(place) + text)
         except OSError as error:
             with open(_kept_instead(self._folder, error) / self._name, "a", newline="") as kept:
                 kept.write(text)
 
 
-def _content(location: Location) -> str:
+def _content(place: Place) -> str:
     try:
-        with open_text(location, "r") as file:
+        with open_text(place, "r") as file:
             return file.read()
     except FileNotFoundError:
         return ""
 
 
-def _copy(path: Path, folder: Location, name: str) -> None:
+def _copy(path: Path, folder: Place, name: str) -> None:
     try:
-        with open(path, "rb") as file, open_writer(join(folder, name)) as sink:
+        with open(path, "rb") as file, open_writer(folder / name) as sink:
             sink.expect(path.stat().st_size)
             shutil.copyfileobj(file, sink, _PIECE)
     except OSError as error:
@@ -154,9 +156,9 @@ def _copy(path: Path, folder: Location, name: str) -> None:
         shutil.move(path, kept)
 
 
-def _kept_instead(folder: Location, error: OSError) -> Path:
+def _kept_instead(folder: Place, error: OSError) -> Path:
     """A folder of this machine for what ``folder`` did not take. It is told once, for there may be dozens of files."""
     if folder not in _kept:
         _kept[folder] = Path(tempfile.mkdtemp(prefix="lightning-profiles-"))
-        log.warning(f"Profiles for {display(folder)} stay in {_kept[folder]}. {display(str(error))}")
+        log.warning(f"Profiles for {folder} stay in {_kept[folder]}. {redact(str(error))}")
     return _kept[folder]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from lightning.fabric.storage.archives.load import load_file, load_without_tensors
-from lightning.fabric.storage.paths.filesystem import is_file
-from lightning.fabric.storage.paths.location import display, locate
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.redact import redact
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +22,9 @@ def is_checkpoint_file(path: _Path) -> bool:
         OSError: The store did not answer.
     """
     try:
-        return is_file(locate(path))
+        return locate(path).is_file()
     except (ImportError, ValueError) as error:
-        log.debug(f"No hyperparameters are taken from {display(str(path))!r}: {error}")
+        log.debug(f"No hyperparameters are taken from {redact(str(path))!r}: {error}")
         return False
 
 
@@ -39,10 +39,10 @@ def load_beside_tensors(path: _Path, weights_only: bool | None = None) -> dict[s
         OSError: The file could not be read.
         pickle.UnpicklingError: There is more than tensors and plain Python types, and nothing else may be loaded.
     """
-    location, weights_only = locate(path), weights_only is not False
-    found = load_without_tensors(location, weights_only)
-    loaded: dict[str, Any] = load_file(location, "cpu", weights_only) if found is None else found.obj
+    place, weights_only = locate(path), weights_only is not False
+    found = load_without_tensors(place, weights_only)
+    loaded: dict[str, Any] = load_file(place, "cpu", weights_only) if found is None else found.obj
     hparams = loaded.get("hyper_parameters", {})
     if found is not None and any(isinstance(value, torch.Tensor) for value in hparams.values()):
-        loaded = load_file(location, "cpu", weights_only)
+        loaded = load_file(place, "cpu", weights_only)
     return loaded

@@ -1,6 +1,5 @@
 """The configuration that LightningCLI saves beside the logs of a run."""
 
-from pathlib import Path
 from typing import Any
 
 from lightning.fabric.loggers.logs import make_folder
@@ -41,7 +40,7 @@ class ConfigFile:
         Raises:
             OSError: It could not be written.
         """
-        if multifile or isinstance(locate(path), Path):
+        if multifile or locate(path).is_local:
             self._parser.save(config, path, multifile=multifile, **arguments)
             return
         with open_text(path, "w") as file:

@@ -11,6 +11,8 @@ from gcsfs.extended_gcsfs import ExtendedGcsFileSystem
 from google.oauth2.credentials import Credentials
 from s3fs import S3FileSystem
 
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.place import StorePlace
 from lightning.fabric.storage.transport import multipart
 from lightning.fabric.storage.transport import open as transport
 from lightning.fabric.storage.transport.backends.obstore_config import azure, common, gcs, s3
@@ -68,8 +70,8 @@ def test_parts_have_the_size_that_an_option_says(
         "adlfs": {"account_name": "a", "account_key": "YQ==", "account_host": f"{host}/a"},
     }
     fs = CLIENTS[client][0](**reached[client], **{option: 6 * MIB}, skip_instance_cache=True)
-    monkeypatch.setattr(transport, "filesystem", lambda url: (fs, "bucket/x"))
-    with transport.open_writer("s3://bucket/x") as file:
+    monkeypatch.setattr(StorePlace, "resolve", lambda place: (fs, "bucket/x"))
+    with transport.open_writer(locate("s3://bucket/x")) as file:
         file.write(bytes(13 * MIB))
     (parts,) = [parts for parts in tls_records.parts.values() if parts]
     assert sorted(map(len, parts.values())) == [MIB, 6 * MIB, 6 * MIB]
@@ -85,9 +87,9 @@ def test_parts_are_named_with_their_checksums_where_an_option_asks_for_some(
     records.parts["bucket/x"] = {"1": b"", "2": b""}
     keys = {"endpoint_url": records.url, "key": "a", "secret": "b", "skip_instance_cache": True}
     fs = S3FileSystem(**keys, s3_additional_kwargs={"ChecksumAlgorithm": "SHA256"})
-    monkeypatch.setattr(transport, "filesystem", lambda url: (fs, "bucket/x"))
+    monkeypatch.setattr(StorePlace, "resolve", lambda place: (fs, "bucket/x"))
     monkeypatch.setattr(multipart, "SMALLEST_PART", 5 * MIB)
-    with transport.open_writer("s3://bucket/x") as file:
+    with transport.open_writer(locate("s3://bucket/x")) as file:
         file.write(bytes(6 * MIB))
     (completion,) = [
         request for request in records.requests if request.method == "POST" and "uploadId" in request.query

@@ -12,7 +12,7 @@ import s3fs
 from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 
-from lightning.fabric.storage.paths.filesystem import filesystem
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.transport.backends import obstore_config
 from lightning.fabric.storage.transport.backends.obstore_config import common, native_store
 from tests.servers import Bucket
@@ -40,7 +40,7 @@ def put(native: tuple[Any, str] | None) -> None:
 
 
 def test_objects_go_to_a_server_and_come_back(bucket: Bucket) -> None:
-    exercise(native_store(*filesystem(f"{bucket.url}/{NAME}")))
+    exercise(native_store(*locate(f"{bucket.url}/{NAME}").resolve()))
     assert bucket.names() == [NAME, f"{NAME}.parts"]
     assert bucket.get(NAME) == b"0123456789"
 
@@ -54,7 +54,7 @@ def test_options_are_used(records: Recorder) -> None:
 
 def test_the_configuration_of_fsspec_is_used(records: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(s3fs.core.fsspec.config.conf, "s3", {"endpoint_url": records.url, **KEYS})
-    put(native_store(*filesystem(f"s3://bucket/{NAME}")))
+    put(native_store(*locate(f"s3://bucket/{NAME}").resolve()))
     assert records.requests[0].signer == "AKIAOPTION in us-east-1"
 
 

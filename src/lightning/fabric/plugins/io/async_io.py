@@ -1,7 +1,6 @@
 """The checkpoint plugin that saves in the background."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,7 +133,6 @@ class AsyncCheckpointIO(CheckpointIO):
 
 def _fixed(path: _PATH) -> _PATH:
     """A path that does not depend on the working folder, which may be another one by the time it is used."""
-    location = locate(path)
-    if not isinstance(location, Path) or location.is_absolute():
-        return path
-    return f"{location.absolute()}/" if os.fspath(path).endswith("/") else location.absolute()
+    place = locate(path)
+    absolute = place.absolute()
+    return path if absolute == place else absolute.raw + "/" * os.fspath(path).endswith("/")

@@ -9,7 +9,7 @@ from typing_extensions import override
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
-from lightning.fabric.storage.paths import location
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.remove import remove
 from lightning.fabric.storage.transport.errors import questions_named
 from lightning.fabric.utilities.types import _PATH
@@ -73,7 +73,7 @@ class TorchCheckpointIO(CheckpointIO):
             path: A local path, or a URL. Taken literally: ``*`` and the like have no meaning in it.
             storage_options: As for :meth:`save_checkpoint`.
         """
-        place = location.locate(path, storage_options)
+        place = locate(path, storage_options)
         with questions_named(place, "remove"):
             remove(place)
-        log.debug(f"Nothing is left at {location.display(place)}")
+        log.debug(f"Nothing is left at {place}")

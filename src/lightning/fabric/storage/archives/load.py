@@ -7,16 +7,15 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
 
 from lightning.fabric.storage.archives.archive_reader import ARCHIVE, BrokenArchive, Zipped
 from lightning.fabric.storage.archives.magic_bytes import START, why_no_checkpoint
-from lightning.fabric.storage.paths.filesystem import is_file, lacks_bucket, missing
 from lightning.fabric.storage.paths.layout import STOCK_META
-from lightning.fabric.storage.paths.location import Location, display, join, locate
+from lightning.fabric.storage.paths.location import AnyPath, locate
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.save_report import timed
 from lightning.fabric.storage.transport.errors import context_kept
 from lightning.fabric.storage.transport.open import open_reader
@@ -35,7 +34,7 @@ _TORCHS = ("PytorchStreamReader", "inline_container")
 
 
 def load_file(
-    path: _Path | IO[bytes],
+    path: AnyPath | IO[bytes],
     map_location: Any = None,
     weights_only: bool | None = None,
     options: Mapping[str, Any] | None = None,
@@ -58,16 +57,16 @@ def load_file(
         OSError: The file could not be read, or was replaced meanwhile.
         RuntimeError: It is truncated, or no checkpoint.
     """
-    if not isinstance(path, (str, os.PathLike)):
+    if not isinstance(path, (str, os.PathLike, Place)):
         return torch.load(path, map_location=map_location, weights_only=weights_only)
-    location = locate(path, options)
-    if weights_only is None and str(location).startswith(("http://", "https://")):
+    place = locate(path, options)
+    if weights_only is None and place.protocol in ("http", "https"):
         weights_only = False
-    with timed("Loaded", location) as transfer, open_checkpoint(location) as file, _damage_explained(location, file):
+    with timed("Loaded", place) as transfer, open_checkpoint(place) as file, _damage_explained(place, file):
         transfer.size = file.seek(0, os.SEEK_END)
         if not isinstance(file, RangedFile):
             _check(file, weights_only)
-            return torch.load(location, map_location=map_location, weights_only=weights_only, mmap=mmap)
+            return torch.load(place.raw, map_location=map_location, weights_only=weights_only, mmap=mmap)
         _expect_records(file, weights_only)
         file.seek(0)  # torch takes the position for the start of the archive
         with context_kept():
@@ -142,13 +141,13 @@ class OpenedFile:
     """A file of which more is going to be read under its name.
 
     Args:
-        location: Where it is.
+        place: Where it is.
         file: The file, open.
         size: In bytes.
     """
 
-    def __init__(self, location: Location, file: IO[bytes], size: int) -> None:
-        self.location = location
+    def __init__(self, place: Place, file: IO[bytes], size: int) -> None:
+        self.place = place
         self.size = size
         self._file = file if isinstance(file, RangedFile) else None
         self._version = None if isinstance(file, RangedFile) else _version(os.fstat(file.fileno()))
@@ -162,25 +161,25 @@ class OpenedFile:
         if self._file is not None:
             self._file.keep(0, 1)  # some stores see it when they are asked for a part of the version that was opened
             self._file.check()
-        elif _version(os.stat(self.location)) != self._version:
-            raise OSError(f"Could not read {display(self.location)}: {REPLACED}")
+        elif _version(os.stat(self.place.raw)) != self._version:
+            raise OSError(f"Could not read {self.place}: {REPLACED}")
 
 
 def _version(found: os.stat_result) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def load_without_tensors(location: Location, weights_only: bool | None = None) -> WithoutTensors | None:
+def load_without_tensors(place: Place, weights_only: bool | None = None) -> WithoutTensors | None:
     """As :func:`load_file`, but leaves out what the tensors' storages hold.
 
     Returns:
         None if the file is no archive of a machine with this byte order, or this release of torch does not tell where
         storages are.
     """
-    if weights_only is None and str(location).startswith(("http://", "https://")):
+    if weights_only is None and place.protocol in ("http", "https"):
         weights_only = False
-    file = open_checkpoint(location)  # a remote one stays open as long as it is looked at
-    with _damage_explained(location, file):
+    file = open_checkpoint(place)  # a remote one stays open as long as it is looked at
+    with _damage_explained(place, file):
         size = file.seek(0, os.SEEK_END)
         if isinstance(file, RangedFile):
             file.keep(0 if size <= _SMALL_FILE else size - _TAIL, size)
@@ -198,7 +197,7 @@ def load_without_tensors(location: Location, weights_only: bool | None = None) -
             file.keep(0, min(start for start, _ in tensors.values()))
         file.seek(0)
         loaded = torch.load(file, map_location="meta", weights_only=weights_only)
-        opened = OpenedFile(location, file, size)
+        opened = OpenedFile(place, file, size)
         if not isinstance(file, RangedFile):
             file.close()
         return WithoutTensors(loaded, len(tensors), opened)
@@ -221,8 +220,8 @@ def _expect_heads(file: RangedFile, starts: list[int]) -> None:
     file.expect(spans)
 
 
-def open_checkpoint(location: Location) -> IO[bytes]:
-    """Opens the file at ``location`` as :func:`~lightning.fabric.storage.transport.open.open_reader`; errors say more.
+def open_checkpoint(place: Place) -> IO[bytes]:
+    """Opens the file at ``place`` as :func:`~lightning.fabric.storage.transport.open.open_reader`; errors say more.
 
     Raises:
         FileNotFoundError: There is nothing.
@@ -230,30 +229,22 @@ def open_checkpoint(location: Location) -> IO[bytes]:
     """
     with context_kept():  # what the store has answered says no more
         try:
-            return open_reader(location)
+            return open_reader(place)
         except FileNotFoundError:
-            raise not_found(location) from None
+            raise not_found(place) from None
         except IsADirectoryError:
             what = "a folder, not a checkpoint file"
-            if is_file(join(location, STOCK_META)):
+            if (place / STOCK_META).is_file():
                 what = (
                     "a sharded checkpoint: load it with FSDP or ModelParallel, or make one file of it with `fabric"
                     " consolidate` (or `python -m lightning.fabric.utilities.consolidate_checkpoint`)"
                 )
-            raise IsADirectoryError(f"{display(location)} is {what}") from None
+            raise IsADirectoryError(f"{place} is {what}") from None
 
 
-def not_found(location: Location) -> FileNotFoundError:
-    """What says that nothing is at ``location``, and what to do; the same whoever wants to load from there."""
-    if isinstance(location, Path):
-        path = Path(os.path.abspath(location))
-        found = next(parent for parent in path.parents if parent.exists() or parent == parent.parent)
-        advice = f"Correct the path: there is no {path.relative_to(found).parts[0]!r} in {found}"
-    elif lacks_bucket(location):
-        return FileNotFoundError(f"Checkpoint file not found: {missing(location)}.")
-    else:
-        advice = "Correct the URL: upper and lower case and every slash count in the names of a store"
-    return FileNotFoundError(f"Checkpoint file not found: {display(location)}. {advice}.")
+def not_found(place: Place) -> FileNotFoundError:
+    """Returns what says that nothing is there, and what to do; the same whoever wants to load from there."""
+    return FileNotFoundError(f"Checkpoint file not found: {place}. {place.advice_if_missing()}.")
 
 
 def weights_only_of(path: _Path) -> bool | None:
@@ -272,14 +263,14 @@ def archive(path: _Path) -> str | IO[bytes]:
         pickle.UnpicklingError: There is more than tensors and plain Python types, and :func:`weights_only_of` says that
             nothing else is to be loaded: whoever reads the records unpickles what comes.
     """
-    location = locate(path)
-    if weights_only_of(path) and load_without_tensors(location, weights_only=True) is None:
-        load_file(location, "cpu", weights_only=True)
-    file = open_checkpoint(location)
-    source = file if isinstance(file, RangedFile) else str(location)
+    place = locate(path)
+    if weights_only_of(path) and load_without_tensors(place, weights_only=True) is None:
+        load_file(place, "cpu", weights_only=True)
+    file = open_checkpoint(place)
+    source = file if isinstance(file, RangedFile) else place.raw
     if isinstance(file, RangedFile):
         file.keep(max(0, file.size - _TAIL), file.size)
-    with _damage_explained(location, file):
+    with _damage_explained(place, file):
         torch.PyTorchFileReader(source)
     file.seek(0)
     if not isinstance(file, RangedFile):
@@ -331,7 +322,7 @@ def _tensor_number(name: str) -> int | None:
 
 
 @contextmanager
-def _damage_explained(location: Location, file: IO[bytes]) -> Iterator[None]:
+def _damage_explained(place: Place, file: IO[bytes]) -> Iterator[None]:
     """Torch's own errors about a damaged file do not name it, and about one of another kind they give wrong advice."""
     with context_kept():
         try:
@@ -340,16 +331,16 @@ def _damage_explained(location: Location, file: IO[bytes]) -> Iterator[None]:
             raise
         except Exception as error:
             if (why := _why_no_checkpoint(file)) is not None:
-                raise RuntimeError(f"{display(location)} is no checkpoint: {why}.") from None
+                raise RuntimeError(f"{place} is no checkpoint: {why}.") from None
             if isinstance(error, pickle.UnpicklingError):
-                raise pickle.UnpicklingError(f"Could not load {display(location)}: {error}") from None
+                raise pickle.UnpicklingError(f"Could not load {place}: {error}") from None
             if (
                 isinstance(error, (EOFError, IndexError, zipfile.BadZipFile))
                 or isinstance(error.__cause__, (zipfile.BadZipFile, BrokenArchive))
                 or any(name in str(error) for name in _TORCHS)
             ):
                 reason = str(error) or "it ends too early"
-                raise RuntimeError(f"{display(location)} is truncated, or is no checkpoint: {reason}") from error
+                raise RuntimeError(f"{place} is truncated, or is no checkpoint: {reason}") from error
             raise
 
 

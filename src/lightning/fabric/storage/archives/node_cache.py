@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar, cast
 
 import torch
-from fsspec.utils import get_protocol
 
 from lightning.fabric.storage.archives.load import open_checkpoint
 from lightning.fabric.storage.collectives.errors import together_in, unseen_explained
-from lightning.fabric.storage.paths.location import Location, display, locate
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.place import Place
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport import progress
 from lightning.fabric.storage.transport.ranged_file import RangedFile
 from lightning.fabric.storage.transport.threads import in_thread, wait_until_done
@@ -63,7 +64,7 @@ class _Offer(NamedTuple):
     """What a rank tells the others: what it wants to load, and where on its machine there is room for a copy."""
 
     machine: str
-    url: str
+    source: Place
     place: str
     name: str
 
@@ -94,24 +95,24 @@ def one_download_per_node(strategy: Any, path: _PATH, weights_only: bool | None)
     """
     with ExitStack() as stack:
         # the next collective call, whose time is limited, comes when all ranks have loaded
-        location = locate(path)
-        stack.enter_context(together_in(strategy, f"loading {display(location)}"))
+        place = locate(path)
+        stack.enter_context(together_in(strategy, f"loading {place}"))
         copy = None
         if _reads_on_every_rank(strategy):
-            stack.enter_context(unseen_explained(location))
-            copy = _copy(location, stack)
+            stack.enter_context(unseen_explained(place))
+            copy = _copy(place, stack)
         if copy is None:
             yield path, weights_only
         else:
             if weights_only is None and str(path).startswith("http"):
                 weights_only = False  # what Lightning makes of None for these URLs
-            place = f"/proc/self/fd/{copy.fileno()}"
+            own = f"/proc/self/fd/{copy.fileno()}"
             try:
-                yield place, weights_only
+                yield own, weights_only
             except (RuntimeError, pickle.UnpicklingError) as error:  # of a damaged file, which name it
-                if place not in str(error):
+                if own not in str(error):
                     raise
-                raise type(error)(str(error).replace(place, display(location))) from error
+                raise type(error)(str(error).replace(own, str(place))) from error
 
 
 def _reads_on_every_rank(strategy: Any) -> bool:
@@ -128,12 +129,12 @@ def _reads_on_every_rank(strategy: Any) -> bool:
     return True
 
 
-def _copy(location: Location, stack: ExitStack) -> IO[bytes] | None:
+def _copy(place: Place, stack: ExitStack) -> IO[bytes] | None:
     """A copy of the file that is open until ``stack`` ends, or None if this rank has to download for itself."""
     rank = torch.distributed.get_rank()
-    own, offer = _make_room(location, stack)
+    own, offer = _make_room(place, stack)
     offers = _gather(offer)
-    wanted = Counter((other.machine, other.url) for other in offers if other is not None)
+    wanted = Counter((other.machine, other.source) for other in offers if other is not None)
     if max(wanted.values(), default=1) == 1:  # as every rank sees
         return None
     peers = [i for i, other in enumerate(offers) if offer and other and other[:2] == offer[:2]]
@@ -145,8 +146,8 @@ def _copy(location: Location, stack: ExitStack) -> IO[bytes] | None:
     has_copy = _gather(copy is not None)
     if copy is None or leader is None or sum(has_copy[i] for i in peers) == 1:
         return None
-    log.debug(f"Rank {rank} is one of {len(peers)} for which rank {peers[0]} downloads {display(location)}")
-    whole = _fill(copy, location, leader) if leads else _is_filled(copy, location, leader)
+    log.debug(f"Rank {rank} is one of {len(peers)} for which rank {peers[0]} downloads {place}")
+    whole = _fill(copy, place, leader) if leads else _is_filled(copy, place, leader)
     return copy if whole else None
 
 
@@ -156,9 +157,9 @@ def _gather(mine: T) -> list[T]:
     return everyones
 
 
-def _make_room(location: Location, stack: ExitStack) -> tuple[IO[bytes] | None, _Offer | None]:
+def _make_room(place: Place, stack: ExitStack) -> tuple[IO[bytes] | None, _Offer | None]:
     """An empty copy, locked, with its description; None where there is nothing to share, or no way to."""
-    if isinstance(location, Path) or get_protocol(location) == "memory":  # which every process has one of
+    if place.protocol in ("file", "memory"):  # the latter is another one in every process
         return None, None
     try:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -166,7 +167,7 @@ def _make_room(location: Location, stack: ExitStack) -> tuple[IO[bytes] | None, 
         copy = stack.enter_context(cast(IO[bytes], io.FileIO(descriptor, "r+")))
         fcntl.flock(copy, fcntl.LOCK_EX)
         name = os.readlink(f"/proc/self/fd/{descriptor}")
-        return copy, _Offer(_machine(), location, f"/proc/{os.getpid()}/fd/{descriptor}", name)
+        return copy, _Offer(_machine(), place, f"/proc/{os.getpid()}/fd/{descriptor}", name)
     except (AttributeError, OSError) as error:  # the former where Python was built for an old C library
         log.debug(f"No memory to share with other processes ({error})")
         return None, None
@@ -190,15 +191,15 @@ def _open(offer: _Offer, stack: ExitStack) -> IO[bytes] | None:
     return None
 
 
-def _fill(copy: IO[bytes], location: Location, offer: _Offer) -> bool:
+def _fill(copy: IO[bytes], place: Place, offer: _Offer) -> bool:
     """Downloads the file into the copy, or the reason why there is none, and lets the others read that.
 
     Returns:
         False if there can be no copy, and each rank is to download for itself.
     """
     try:
-        with open_checkpoint(location) as source:
-            memory = _map(copy, source, location)
+        with open_checkpoint(place) as source:
+            memory = _map(copy, source, place)
             if memory is None:
                 return False
             # After an error its traceback may hold a part of the view, which nobody can release then
@@ -211,7 +212,7 @@ def _fill(copy: IO[bytes], location: Location, offer: _Offer) -> bool:
         fcntl.fcntl(copy, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)  # which tells that this is all of it
         return True
     except Exception as error:
-        failure = _failure(location, error)
+        failure = _failure(place, error)
         copy.truncate(0)
         copy.write(offer.name.encode() + json.dumps([type(failure).__name__, str(failure)]).encode())
         fcntl.fcntl(copy, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
@@ -220,7 +221,7 @@ def _fill(copy: IO[bytes], location: Location, offer: _Offer) -> bool:
         fcntl.flock(copy, fcntl.LOCK_UN)
 
 
-def _map(copy: IO[bytes], source: IO[bytes], location: Location) -> mmap.mmap | None:
+def _map(copy: IO[bytes], source: IO[bytes], place: Place) -> mmap.mmap | None:
     """Gives the copy the size of the source."""
     try:
         size = source.seek(0, os.SEEK_END)
@@ -228,7 +229,7 @@ def _map(copy: IO[bytes], source: IO[bytes], location: Location) -> mmap.mmap | 
         copy.truncate(size)
         return mmap.mmap(copy.fileno(), size)
     except (OSError, ValueError) as error:  # no memory; or a server that does not tell the size
-        log.warning(f"Each rank downloads {display(location)} for itself, for it cannot be shared: {error}")
+        log.warning(f"Each rank downloads {place} for itself, for it cannot be shared: {error}")
         return None
 
 
@@ -241,14 +242,14 @@ def _read(source: IO[bytes], view: memoryview) -> None:
         at += count
 
 
-def _is_filled(copy: IO[bytes], location: Location, leader: _Offer) -> bool:
+def _is_filled(copy: IO[bytes], place: Place, leader: _Offer) -> bool:
     """Waits for the leader. False if it ended without a result."""
     # that the leader gets on is for the leader to tell, and others may wait for this rank
     locked = in_thread("checkpoint-wait", fcntl.flock, copy, fcntl.LOCK_SH)
     wait_until_done(locked, progress.made)
     locked.result()
     if not fcntl.fcntl(copy, fcntl.F_GET_SEALS) & fcntl.F_SEAL_GROW:
-        log.warning(f"The rank that was to download {display(location)} for this one did not: it downloads for itself")
+        log.warning(f"The rank that was to download {place} for this one did not: it downloads for itself")
         return False
     mark = leader.name.encode()
     if os.pread(copy.fileno(), len(mark), 0) != mark:
@@ -257,9 +258,9 @@ def _is_filled(copy: IO[bytes], location: Location, leader: _Offer) -> bool:
     raise next(known for known in _KINDS if known.__name__ == kind)(message)
 
 
-def _failure(location: Location, cause: Exception) -> Exception:
+def _failure(place: Place, cause: Exception) -> Exception:
     kind = next((kind for kind in _KINDS if isinstance(cause, kind)), OSError)
-    reason = display(str(cause))
+    reason = redact(str(cause))
     if kind is OSError or not reason:
         reason = f"{type(cause).__name__}: {reason}"
-    return kind(f"Could not download {display(location)} for the ranks of this node: {reason}")
+    return kind(f"Could not download {place} for the ranks of this node: {reason}")

@@ -11,12 +11,14 @@ import torch
 from typing_extensions import override
 
 from lightning.fabric.storage.gc_pause import collection_paused
-from lightning.fabric.storage.paths.location import display, locate
+from lightning.fabric.storage.paths.location import AnyPath, locate
+from lightning.fabric.storage.paths.place import Place
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.save_report import reported, stages
 from lightning.fabric.storage.transport.open import open_writer
 
 
-def save_file(obj: Any, path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
+def save_file(obj: Any, path: AnyPath, options: Mapping[str, Any] | None = None) -> None:
     """Saves ``obj`` with :func:`torch.save`, whole or not at all.
 
     Args:
@@ -29,13 +31,13 @@ def save_file(obj: Any, path: str | os.PathLike[str], options: Mapping[str, Any]
         OSError: The file could not be written; what was at ``path`` before is unchanged. The type is a more specific
             one for common reasons, such as ``PermissionError``.
     """
-    if (text := os.fspath(path)).endswith(("/", os.sep)):
+    if not isinstance(path, Place) and (text := os.fspath(path)).endswith(("/", os.sep)):
         raise IsADirectoryError(
-            f"{display(text)} ends with a slash, as the name of a folder does, and what is saved is one file: give it a"
-            f" name, such as {display(text)}model.ckpt, or leave the slash out."
+            f"{redact(text)} ends with a slash, as the name of a folder does, and what is saved is one file: give it a"
+            f" name, such as {redact(text)}model.ckpt, or leave the slash out."
         )
-    location = locate(path, options)
-    with reported(location), stages("upload") as enter_stage, open_writer(location) as file:
+    place = locate(path, options)
+    with reported(place), stages("upload") as enter_stage, open_writer(place) as file:
         write_object(obj, file)
         enter_stage("commit")
 

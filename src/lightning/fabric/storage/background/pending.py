@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning.fabric.storage.background.queue import busy
-from lightning.fabric.storage.paths.location import display, locate
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport.errors import context_kept
 
 log = logging.getLogger(__name__)
@@ -20,8 +21,8 @@ log = logging.getLogger(__name__)
 
 def will_exist(path: str | os.PathLike[str]) -> bool | None:
     """Whether there will be a checkpoint at ``path`` when all is done; None if nothing is going to change there."""
-    location = locate(path)
-    answers = [queue.will_exist(location) for queue in tuple(busy)]
+    place = locate(path)
+    answers = [queue.will_exist(place) for queue in tuple(busy)]
     return next((answer for answer in answers if answer is not None), None)
 
 
@@ -63,7 +64,7 @@ def _raise_one(errors: list[BaseException]) -> None:
 
 def _log(errors: list[BaseException]) -> None:
     for error in errors:
-        log.error(f"Saves in the background: {type(error).__name__}: {display(str(error))}")
+        log.error(f"Saves in the background: {type(error).__name__}: {redact(str(error))}")
 
 
 def wait() -> None:
@@ -98,7 +99,7 @@ def drain() -> None:
 def _give_up() -> None:
     given_up = [save for queue in tuple(busy) for save in queue.give_up()]
     if given_up:
-        lost = ", ".join(display(save.location) for save in given_up)
+        lost = ", ".join(str(save.place) for save in given_up)
         log.error(f"Interrupted: {lost} {'was' if len(given_up) == 1 else 'were'} not saved")
     for save in given_up:
         save.settle()

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Literal
 
 from lightning.fabric.storage import save_report
-from lightning.fabric.storage.paths.location import Location, display, display_about
+from lightning.fabric.storage.paths.place import Place
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.save_report import SaveReport
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class Save:
     """A save on its way.
 
     Attributes:
-        location: Where to.
+        place: Where to.
         report: What it takes.
         error: Why it failed, if it has.
         skipped: Whether it was not begun, since an earlier one was still on its way.
@@ -40,10 +41,10 @@ class Save:
         number: Of a save by all ranks, which is the same on all of them and grows; 0 for one by this rank alone.
     """
 
-    def __init__(self, location: Location, number: int = 0) -> None:
-        self.location = location
+    def __init__(self, place: Place, number: int = 0) -> None:
+        self.place = place
         self.number = number
-        self.report = SaveReport(location)
+        self.report = SaveReport(place)
         self.error: BaseException | None = None
         self.skipped = False
         self.was_given_up = False
@@ -69,8 +70,8 @@ class Save:
 
 
 class _Removal:
-    def __init__(self, location: Location, is_partial: bool) -> None:
-        self.location = location
+    def __init__(self, place: Place, is_partial: bool) -> None:
+        self.place = place
         self.is_partial = is_partial
         self.error: BaseException | None = None
         self.is_conditional = not getattr(_of_thread, "removes_unconditionally", False)
@@ -116,13 +117,13 @@ class Queue:
             jobs = {self._doing, *(job for job, *_ in self._jobs)}
             return sum(isinstance(job, Save) for job in jobs) < self._max_in_flight
 
-    def wait_for_room(self, location: Location) -> None:
-        """Waits until a save to ``location`` can be submitted: there is room, and none to the same place before it."""
+    def wait_for_room(self, place: Place) -> None:
+        """Waits until a save to ``place`` can be submitted: there is room, and none to the same place before it."""
         with self._changed:
-            self._changed.wait_for(lambda: self.has_room and not self._saves_to(location))
+            self._changed.wait_for(lambda: self.has_room and not self._saves_to(place))
 
-    def _saves_to(self, location: Location) -> bool:
-        return any(isinstance(job, Save) and job.location == location for job, *_ in self._jobs)
+    def _saves_to(self, place: Place) -> bool:
+        return any(isinstance(job, Save) and job.place == place for job, *_ in self._jobs)
 
     def submit(self, save: Save, work: Callable[[], None], release: Callable[[], None] = _do_nothing) -> None:
         """Has ``work`` done, which saves, and ``release`` in any case, which lets go of what it saves.
@@ -135,24 +136,24 @@ class Queue:
 
     def skip(self, save: Save) -> None:
         """Remembers a save that is not done."""
-        log.info(f"{display(save.location)} is not saved, for an earlier save is still on its way")
+        log.info(f"{save.place} is not saved, for an earlier save is still on its way")
         save.skipped = True
         _submitted(save)
         self._append(save, lambda: None)
 
-    def submit_removal(self, location: Location, work: Callable[[], None], is_partial: bool = False) -> None:
-        """Has ``work`` done, which removes what is at ``location``, unless the save before it fails.
+    def submit_removal(self, place: Place, work: Callable[[], None], is_partial: bool = False) -> None:
+        """Has ``work`` done, which removes what is at ``place``, unless the save before it fails.
 
         Args:
-            location: Where.
+            place: Where.
             work: Removes it.
             is_partial: Whether what was saved there stays.
         """
-        self._append(_Removal(location, is_partial), work)
+        self._append(_Removal(place, is_partial), work)
 
-    def submit_copy(self, location: Location, work: Callable[[], None]) -> None:
-        """Has ``work`` done, which copies what was saved last to ``location``, unless the save before it fails."""
-        self._append(_Copy(location, is_partial=False), work)
+    def submit_copy(self, place: Place, work: Callable[[], None]) -> None:
+        """Has ``work`` done, which copies what was saved last to ``place``, unless the save before it fails."""
+        self._append(_Copy(place, is_partial=False), work)
 
     def _append(
         self, job: Save | _Removal, work: Callable[[], None], release: Callable[[], None] = _do_nothing
@@ -189,7 +190,7 @@ class Queue:
                 except BaseException as error:
                     job.error = error
             else:
-                log.info(f"{display(job.location)} is kept, for the checkpoint after it was not saved")
+                log.info(f"{job.place} is kept, for the checkpoint after it was not saved")
             del work, release  # and what they hold
             self._end(job)
 
@@ -204,11 +205,11 @@ class Queue:
                 self._ended.append(job)
             self._changed.notify_all()
 
-    def will_exist(self, location: Location) -> bool | None:
-        """What the last job that is about ``location`` leaves there; None if there is none."""
+    def will_exist(self, place: Place) -> bool | None:
+        """Tells whether the last job that is about ``place`` leaves something there; None if there is no such job."""
         with self._changed:
             for job, *_ in reversed(self._jobs):
-                if job.location == location:
+                if job.place == place:
                     return isinstance(job, (Save, _Copy)) or job.is_partial
             return None
 
@@ -292,8 +293,8 @@ class Queue:
 
 def _told(job: Save | _Removal) -> str:
     verb = "saved" if isinstance(job, Save) else "copied" if isinstance(job, _Copy) else "removed"
-    reason = f"{type(job.error).__name__}: {display_about(str(job.error), job.location)}"
-    return f"The checkpoint {display(job.location)} was not {verb} ({reason})"
+    reason = f"{type(job.error).__name__}: {redact(str(job.error), job.place.raw)}"
+    return f"The checkpoint {job.place} was not {verb} ({reason})"
 
 
 def _do_save(save: Save, work: Callable[[], None]) -> None:

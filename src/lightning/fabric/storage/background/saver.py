@@ -4,7 +4,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,7 +17,7 @@ from lightning.fabric.storage.background.staging import Staging
 from lightning.fabric.storage.collectives.channel import Channel
 from lightning.fabric.storage.collectives.errors import failures_of_ranks, from_rank_zero
 from lightning.fabric.storage.own_plugins import saves_shards
-from lightning.fabric.storage.paths.location import Location, display
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.save_report import reporting, stage
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 
@@ -69,22 +68,22 @@ class BackgroundSaver:
             self._channel = Channel(in_background=True)
             self._channel_of = world
 
-    def save(self, obj: Any, location: Location, write: Callable[[Any], None]) -> None:
+    def save(self, obj: Any, place: Place, write: Callable[[Any], None]) -> None:
         """Saves one file.
 
         Args:
             obj: Anything that ``torch.save`` takes. It is copied before this returns.
-            location: Where to.
+            place: Where to.
             write: Saves a copy of ``obj``.
         """
-        save = Save(location)
+        save = Save(place)
         if self._skips and may_skip() and not self._queue.has_room:
             self._queue.skip(save)
             return
         self.is_warm = True
         with reporting(save.report):
             with stage("wait"):
-                self._queue.wait_for_room(location)
+                self._queue.wait_for_room(place)
             with stage("stage"):
                 staged = self._staging.stage_object(obj)
 
@@ -95,23 +94,22 @@ class BackgroundSaver:
 
         self._queue.submit(save, write_copy, staged.release)
 
-    def save_sharded(self, state: dict[str, Any], meta: dict[str, Any] | None, location: Location) -> None:
+    def save_sharded(self, state: dict[str, Any], meta: dict[str, Any] | None, place: Place) -> None:
         """Saves a sharded checkpoint; a collective call, as the work in the background is among its threads.
 
         Args:
             state: The model and optimizer state of this rank. It is copied before this returns.
             meta: What belongs to the checkpoint beside that, likewise; that of rank zero is saved.
-            location: Where to.
+            place: Where to.
         """
         from lightning.fabric.storage.background.staged_shard import stage as stage_shard
         from lightning.fabric.storage.collectives.rank_group import RankGroup
         from lightning.fabric.storage.sharded.save_planner import PlanCache, Shard
 
         self.set_up()
-        if isinstance(location, Path):
-            location = location.absolute()  # training may change the working folder
-        save = Save(location, next(_numbers))
-        doing = f"saving {display(location)}"
+        place = place.absolute()  # training may change the working folder
+        save = Save(place, next(_numbers))
+        doing = f"saving {place}"
         if self._skips and may_skip() and not from_rank_zero(lambda: self._queue.has_room, doing):
             self._queue.skip(save)
             return
@@ -120,28 +118,28 @@ class BackgroundSaver:
         self.is_warm = True
         with reporting(save.report):
             with stage("wait"):
-                self._queue.wait_for_room(location)
+                self._queue.wait_for_room(place)
             try:
                 with stage("stage"):
                     shard = stage_shard(Shard.of(state, meta, group), self._staging)
             except BaseException as error:
                 # the other ranks learn of it where all meet, and this one raises it when they do
-                self._queue.submit(save, partial(_save_shard, location, group, partial(_fail, error), plans))
+                self._queue.submit(save, partial(_save_shard, place, group, partial(_fail, error), plans))
                 if not isinstance(error, Exception):
                     raise
                 return
-        work = partial(_save_shard, location, group, shard.arrived, plans)
+        work = partial(_save_shard, place, group, shard.arrived, plans)
         self._queue.submit(save, work, shard.copy.release)
 
-    def remove(self, location: Location, work: Callable[[], None], is_partial: bool = False) -> None:
+    def remove(self, place: Place, work: Callable[[], None], is_partial: bool = False) -> None:
         """Has ``work`` done after the last save, unless that fails.
 
         Args:
-            location: Where it removes something.
+            place: Where it removes something.
             work: Removes it.
             is_partial: Whether what was saved there stays.
         """
-        self._queue.submit_removal(location, work, is_partial)
+        self._queue.submit_removal(place, work, is_partial)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Allocates memory for the parameters and the states of all optimizers when one takes its second step.
@@ -158,9 +156,9 @@ class BackgroundSaver:
         self.warm([*parameters, *states_of(self._stepped)])
         self._stepped.clear()
 
-    def copy_when_saved(self, location: Location, work: Callable[[], None]) -> None:
-        """As :meth:`remove`, for what makes a copy at ``location`` of the last save."""
-        self._queue.submit_copy(location, work)
+    def copy_when_saved(self, place: Place, work: Callable[[], None]) -> None:
+        """As :meth:`remove`, for what makes a copy at ``place`` of the last save."""
+        self._queue.submit_copy(place, work)
 
     def warm(self, tensors: Iterable[Tensor]) -> None:
         """Allocates memory in a thread, so that the first save need not.
@@ -197,11 +195,11 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _save_shard(location: Location, group: "RankGroup", look: "Callable[[], Shard]", plans: "PlanCache") -> None:
+def _save_shard(place: Place, group: "RankGroup", look: "Callable[[], Shard]", plans: "PlanCache") -> None:
     from lightning.fabric.storage.sharded.writer import ShardWriter
 
-    with failures_of_ranks("save", location, group):
-        ShardWriter(location, group).save(look, plans)
+    with failures_of_ranks("save", place, group):
+        ShardWriter(place, group).save(look, plans)
 
 
 def _fail(error: BaseException) -> Any:

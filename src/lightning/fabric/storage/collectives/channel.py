@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from lightning.fabric.storage.paths.location import display
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport import progress
 from lightning.fabric.storage.transport.threads import in_thread
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
@@ -249,7 +249,7 @@ def _told(rank: int, failed: Exception | None) -> OSError | None:
     if failed is None:
         return None
     kind = type(failed) if isinstance(failed, OSError) and type(failed).__module__ == "builtins" else OSError
-    return kind(f"rank {rank}: {type(failed).__name__}: {display(str(failed))}")
+    return kind(f"rank {rank}: {type(failed).__name__}: {redact(str(failed))}")
 
 
 #: Of the thread that trains, with the process group of training that it belongs to, of which a process has one as well.

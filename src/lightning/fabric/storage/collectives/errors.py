@@ -7,13 +7,13 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 
 from lightning.fabric.storage.collectives.channel import RankGone, training_channel
-from lightning.fabric.storage.paths.location import Location, display, display_about
+from lightning.fabric.storage.paths.place import Place
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport.errors import context_kept
 from lightning.fabric.storage.transport.sink import GivenUp
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
@@ -36,12 +36,12 @@ def is_rank_zero() -> bool:
 
 
 @contextmanager
-def unseen_explained(location: Location) -> Iterator[None]:
+def unseen_explained(place: Place) -> Iterator[None]:
     """For a body that reads a local file, which rank zero may see, or have saved, on another node."""
     try:
         yield
     except FileNotFoundError as error:
-        if is_rank_zero() or not isinstance(location, Path):
+        if is_rank_zero() or not place.is_local:
             raise
         raise FileNotFoundError(
             f"{error}. This is rank {torch.distributed.get_rank()}: does its node share the folder with that of rank"
@@ -65,7 +65,7 @@ def together_in(strategy: Any, doing: str) -> AbstractContextManager[None]:
 
 def saving_together(strategy: Any, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
     """As :func:`together_in`, for a body that saves a checkpoint."""
-    return together_in(strategy, f"saving {display(os.fspath(path))}")
+    return together_in(strategy, f"saving {redact(os.fspath(path))}")
 
 
 def from_rank_zero(look: Callable[[], _T], doing: str) -> _T:
@@ -84,12 +84,12 @@ def from_rank_zero(look: Callable[[], _T], doing: str) -> _T:
 
 
 @contextmanager
-def failures_of_ranks(verb: str, location: Location, worker: Any) -> Iterator[None]:
+def failures_of_ranks(verb: str, place: Place, worker: Any) -> Iterator[None]:
     """Turns what torch.distributed.checkpoint raises, a BaseException, into what user code expects.
 
     Args:
         verb: What is being done.
-        location: Where.
+        place: Where.
         worker: The reader or writer of this rank, which remembers its own error.
     """
     from torch.distributed.checkpoint import CheckpointException
@@ -105,14 +105,14 @@ def failures_of_ranks(verb: str, location: Location, worker: Any) -> Iterator[No
                 failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
                 # which has the tracebacks of all ranks: they tell of a fault, and nothing of a store that refuses
                 explained = all(isinstance(failure, (OSError, PeerFailed)) for failure in failures.values())
-                raise _failure(verb, location, failures) from (None if explained else error)
+                raise _failure(verb, place, failures) from (None if explained else error)
             if own is not None and not isinstance(own, PeerFailed):
                 raise own from None
             if isinstance(error, TimeoutError):
-                raise TimeoutError(f"Could not {verb} the sharded checkpoint {display(location)}: {error}") from error
+                raise TimeoutError(f"Could not {verb} the sharded checkpoint {place}: {error}") from error
             cause = error.__cause__ if isinstance(error, RankGone) else error
             raise RuntimeError(
-                f"Could not {verb} the sharded checkpoint {display(location)}: another rank is gone, or cannot be"
+                f"Could not {verb} the sharded checkpoint {place}: another rank is gone, or cannot be"
                 f" reached ({type(cause).__name__}: {cause})"
             ) from error
 
@@ -124,18 +124,18 @@ def _own_interruption(error: BaseException) -> BaseException | None:
     return None if isinstance(own, Exception) else own
 
 
-def _failure(verb: str, location: Location, failures: dict[int, BaseException]) -> Exception:
+def _failure(verb: str, place: Place, failures: dict[int, BaseException]) -> Exception:
     reasons = {rank: reason for rank, reason in failures.items() if not isinstance(reason, PeerFailed)} or failures
     alike: dict[str, tuple[str, list[int]]] = {}
     for rank, reason in reasons.items():
-        text = f"{type(reason).__name__}: {display_about(str(reason), location)}"
+        text = f"{type(reason).__name__}: {redact(str(reason), place.raw)}"
         # each rank has a file, a request and a time of its own, and one of a thousand is enough to know why
         alike.setdefault(_OWN_WORD.sub("", text), (text, []))[1].append(rank)
     text = "; ".join(f"{_named(those)}: {reason.rstrip('.')}" for reason, those in alike.values())
     kinds = {_kind(reason) for reason in reasons.values()}
     other = OSError if any(issubclass(kind, OSError) for kind in kinds) else RuntimeError
     kind = kinds.pop() if len(kinds) == 1 else other
-    return kind(f"Could not {verb} the sharded checkpoint {display(location)}: {text}.")
+    return kind(f"Could not {verb} the sharded checkpoint {place}: {text}.")
 
 
 def _named(ranks: list[int]) -> str:

@@ -11,14 +11,13 @@ from fsspec import AbstractFileSystem
 
 from lightning.fabric.storage.paths.filesystem import (
     files_below,
-    filesystem,
     has_folders,
     is_hierarchical,
     is_object_store,
     kind_of,
 )
 from lightning.fabric.storage.paths.layout import MARKS
-from lightning.fabric.storage.paths.location import Location, display
+from lightning.fabric.storage.paths.place import LocalPlace, Place
 
 _REQUESTS_AT_A_TIME = 16
 
@@ -40,57 +39,59 @@ def move(fs: AbstractFileSystem, path: str, target: str) -> None:
         _remove_files_and_folders(fs, path)
 
 
-def remove(location: Location) -> None:
+def remove(place: Place) -> None:
     """Removes a file, or a folder with all that is in it. It is no error if there is nothing.
 
     The marks of a complete sharded checkpoint go first, so that what is left when this is interrupted is not taken
     for a checkpoint.
 
     Raises:
-        ValueError: ``location`` is the working folder or one around it, a whole bucket, or the root of a file system.
+        ValueError: ``place`` is the working folder or one around it, a whole bucket, or the root of a file system.
     """
-    _refuse_too_much(location)
-    remove_file(location)
-    remove_folder(location)
+    _refuse_too_much(place)
+    remove_file(place)
+    remove_folder(place)
 
 
-def remove_file(location: Location) -> None:
+def remove_file(place: Place) -> None:
     """Removes the file of exactly that name, if there is one."""
-    if isinstance(location, Path):
-        if location.is_symlink() or location.is_file():
-            location.unlink(missing_ok=True)
+    if isinstance(place, LocalPlace):
+        if place.path.is_symlink() or place.path.is_file():
+            place.path.unlink(missing_ok=True)
         return
-    fs, path = filesystem(location)
+    fs, path = place.resolve()
     if kind_of(fs, path) == "file":
         fs.rm_file(path)
 
 
-def remove_folder(location: Location) -> None:
+def remove_folder(place: Place) -> None:
     """As :func:`remove`, but a file of that name beside the folder stays."""
-    if not isinstance(location, Path):
-        _remove_files_and_folders(*filesystem(location))
-    elif location.is_dir():
+    if not isinstance(place, LocalPlace):
+        _remove_files_and_folders(*place.resolve())
+    elif place.path.is_dir():
         for mark in MARKS:
-            (location / mark).unlink(missing_ok=True)
-        shutil.rmtree(location)
+            (place.path / mark).unlink(missing_ok=True)
+        shutil.rmtree(place.path)
 
 
-def remove_if_empty(folder: Path) -> None:
-    """Removes a folder in which nothing is. It is no error if there is something, or no folder of that name."""
+def remove_if_empty(place: Place) -> None:
+    """Removes a local folder in which nothing is. It is no error if there is something, or no folder of that name."""
+    if not isinstance(place, LocalPlace):
+        return
     try:
-        folder.rmdir()
+        place.path.rmdir()
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
             raise
 
 
-def remove_names(location: Location, names: Iterable[str]) -> None:
+def remove_names(place: Place, names: Iterable[str]) -> None:
     """Removes files of a folder that are known to be there."""
-    if isinstance(location, Path):
+    if isinstance(place, LocalPlace):
         for name in names:
-            (location / name).unlink(missing_ok=True)
+            (place.path / name).unlink(missing_ok=True)
         return
-    fs, path = filesystem(location)
+    fs, path = place.resolve()
     _remove_all(fs, [f"{path.rstrip('/')}/{name}" for name in names])
 
 
@@ -125,12 +126,12 @@ def _remove_all(fs: AbstractFileSystem, paths: list[str]) -> None:
         list(threads.map(fs.rm_file, paths))  # list() raises what a thread has raised
 
 
-def _refuse_too_much(location: Location) -> None:
-    if isinstance(location, Path):
-        whole = Path(os.path.abspath(location))
+def _refuse_too_much(place: Place) -> None:
+    if isinstance(place, LocalPlace):
+        whole = Path(os.path.abspath(place.path))
         too_much = whole in (Path.cwd(), *Path.cwd().parents)
     else:
-        fs, path = filesystem(location)
+        fs, path = place.resolve()
         too_much = "/" not in path.strip("/") and (not has_folders(fs) or not path.strip("/"))
     if too_much:
-        raise ValueError(f"Refusing to remove {display(location)!r}, which holds more than a checkpoint")
+        raise ValueError(f"Refusing to remove {place!r}, which holds more than a checkpoint")

@@ -19,8 +19,9 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from lightning.fabric.storage.paths.filesystem import filesystem, has_folders, is_zonal, kind_of, names_inside
-from lightning.fabric.storage.paths.location import Location, display
+from lightning.fabric.storage.paths.filesystem import has_folders, is_zonal, kind_of, names_inside
+from lightning.fabric.storage.paths.place import LocalPlace, Place
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.paths.remove import move, remove, remove_any
 
 log = logging.getLogger(__name__)
@@ -61,23 +62,23 @@ def _using(name: str) -> Iterator[str]:
         _in_use.discard(name)
 
 
-def replace_by_folder(new: Location, location: Location) -> None:
+def replace_by_folder(new: Place, place: Place) -> None:
     """Gives a finished folder the name of a file or a folder, which goes, or of nothing.
 
-    ``new`` is beside ``location``. The two exchange their names where the system and the file system can do that. Else
-    the old one is called ``<name>.<12 hexadecimal digits>.old`` for a moment in which there is nothing at ``location``.
+    ``new`` is beside ``place``. The two exchange their names where the system and the file system can do that. Else
+    the old one is called ``<name>.<12 hexadecimal digits>.old`` for a moment in which there is nothing at ``place``.
     Then it is removed; a failure to do so is only told. Not for places where files and folders share names: there is
     nothing to replace.
 
     Raises:
         OSError: It could not be done, and what was there before still is.
     """
-    if isinstance(location, Path) or isinstance(new, Path):
-        take_place(Path(new), Path(location))
+    if isinstance(place, LocalPlace):
+        take_place(Path(new.raw), place.path)
     else:
-        fs, path = filesystem(location)
+        fs, path = place.resolve()
         with set_aside(fs, path):
-            move(fs, filesystem(new)[1], path)
+            move(fs, new.resolve()[1], path)
 
 
 def take_place(new: Path, path: Path) -> None:
@@ -85,7 +86,7 @@ def take_place(new: Path, path: Path) -> None:
     if os.path.lexists(path) and exchange(new, path):
         sync_folder(path.parent)  # the new one has the name for good before the old one goes
         with _failure_told(new):
-            remove(new)
+            remove(LocalPlace(new))
         return
     with _using(f"{path.name}.{secrets.token_hex(6)}.old") as name:
         aside = path.with_name(name)
@@ -99,7 +100,7 @@ def take_place(new: Path, path: Path) -> None:
             raise
         sync_folder(path.parent)
         with _failure_told(aside):
-            remove(aside)
+            remove(LocalPlace(aside))
 
 
 @contextmanager
@@ -128,18 +129,18 @@ def _bring_back(fs: AbstractFileSystem, aside: str, path: str) -> None:
         remove_any(fs, path)
         move(fs, aside, path)
     except Exception:
-        log.error(f"What was called {display(path)} before a save that failed is now called {display(aside)}")
+        log.error(f"What was called {redact(path)} before a save that failed is now called {redact(aside)}")
         raise
 
 
 @contextmanager
-def _failure_told(location: Location) -> Iterator[None]:
+def _failure_told(left: object) -> Iterator[None]:
     """For a body that removes what nobody needs. The save is complete, so that a failure here is no failure of it."""
     try:
         yield
     except Exception as error:
-        reason = f"{type(error).__name__}: {display(str(error))}"
-        log.warning(f"Could not remove what is left of an earlier save, {display(location)} ({reason})")
+        reason = redact(f"{type(error).__name__}: {error}")
+        log.warning(f"Could not remove what is left of an earlier save, {redact(str(left))} ({reason})")
 
 
 def sync_folder(folder: Path) -> None:
@@ -156,7 +157,7 @@ def sync_folder(folder: Path) -> None:
         log.debug(f"Could not make the new name in {folder} durable ({error})")
 
 
-def remove_leftovers(location: Location) -> None:
+def remove_leftovers(place: Place) -> None:
     """Removes what saves to this place have left that were killed. To be called by a save that is complete.
 
     Beside the place that is whatever is called ``<name>.<12 hexadecimal digits>.old`` or ``.new``, and the temporary
@@ -165,13 +166,13 @@ def remove_leftovers(location: Location) -> None:
     to the same place by another process at the same time would lose its file, but must not be anyway. On object stores
     there is nothing of the kind, but in zonal buckets. A failure is only told.
     """
-    with _failure_told(location):
-        if isinstance(location, Path):
-            for place in {location.absolute(), Path(os.path.realpath(location))}:  # a link is written through
-                inside = os.listdir(place) if place.is_dir() else []
-                for name in _leftovers(place.name, os.listdir(place.parent), inside):
-                    remove(place.parent / name)
-        elif has_folders((found := filesystem(location))[0]) or is_zonal(*found):
+    with _failure_told(place):
+        if place.is_local:
+            for one in {place.absolute(), place.real()}:  # a link is written through
+                inside = one.list_names() if one.kind() == "directory" else []
+                for name in _leftovers(one.name, one.parent.list_names(), inside):
+                    remove(one.parent / name)
+        elif has_folders((found := place.resolve())[0]) or is_zonal(*found):
             fs, path = found
             parent = fs._parent(path)
             inside = names_inside(fs, path) if kind_of(fs, path) == "directory" else []

@@ -30,9 +30,9 @@ import numpy as np
 
 from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.gc_pause import collection_paused
-from lightning.fabric.storage.paths.filesystem import shares_names, sizes_of_files
 from lightning.fabric.storage.paths.layout import METADATA, STOCK_META
-from lightning.fabric.storage.paths.location import Location, display, join
+from lightning.fabric.storage.paths.place import Place
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.paths.remove import remove_file, remove_names
 from lightning.fabric.storage.sharded.checksums import FileRecords, records_of
 from lightning.fabric.storage.transport.errors import questions_named
@@ -81,7 +81,7 @@ def describe(metadata: "Metadata", meta: str | None, files: Mapping[str, FileRec
     metadata.lightning = {"format": _FORMAT, "meta": meta, "files": described}  # type: ignore[attr-defined]
 
 
-def await_files(folder: Location, files: Mapping[str, FileRecords]) -> None:
+def await_files(folder: Place, files: Mapping[str, FileRecords]) -> None:
     """Looks whether all that ranks have written is in the folder as this rank, which is going to commit, sees it.
 
     Ranks of several nodes may each have a folder of that name on a disk of their own. What a store that has no folders
@@ -90,15 +90,15 @@ def await_files(folder: Location, files: Mapping[str, FileRecords]) -> None:
     Raises:
         OSError: A file is not there, or has another size, also after :data:`LAG_S`.
     """
-    if shares_names(folder):
+    if folder.shares_names():
         return
     wanted = {name: file.size for name, file in files.items()}
     end = time.monotonic() + LAG_S
     while True:
         try:
-            sizes = sizes_of_files(folder)
+            sizes = folder.sizes_of_files()
         except PermissionError as error:  # there are roles that may write, but not list
-            log.warning(f"Cannot look whether {display(folder)} has the files of all ranks ({error})")
+            log.warning(f"Cannot look whether {folder} has the files of all ranks ({error})")
             return
         unseen = sorted(name for name, size in wanted.items() if name not in sizes or sizes[name] not in (size, None))
         if not unseen:
@@ -106,16 +106,16 @@ def await_files(folder: Location, files: Mapping[str, FileRecords]) -> None:
         if time.monotonic() > end:
             more = f" and {len(unseen) - 1} more files" if len(unseen) > 1 else ""
             raise OSError(
-                f"{display(join(folder, unseen[0]))}{more} was written by another rank, and is not there for rank zero:"
+                f"{folder / unseen[0]}{more} was written by another rank, and is not there for rank zero:"
                 " the folder is not one that all nodes share, but each has one of that name. To save a sharded"
                 " checkpoint, use a file system that all nodes share, or a URL"
             )
         time.sleep(min(_LOOK_S, LAG_S))
 
 
-def write_metadata(location: Location, metadata: "Metadata") -> None:
-    """Makes what the metadata names the checkpoint at ``location``, at once."""
-    with open_writer(join(location, METADATA)) as file, collection_paused():
+def write_metadata(place: Place, metadata: "Metadata") -> None:
+    """Makes what the metadata names the checkpoint at ``place``, at once."""
+    with open_writer(place / METADATA) as file, collection_paused():
         summed = _Summed(file)
         pickle.Pickler(summed).dump(metadata)
         file.write(b"\nlightning-crc32:%08x" % summed.crc)
@@ -137,7 +137,7 @@ class _Summed:
         self._file.write(data)
 
 
-def read_metadata(location: Location) -> "tuple[Metadata, bytes]":
+def read_metadata(place: Place) -> "tuple[Metadata, bytes]":
     """Reads ``.metadata``, and looks whether the files that it names are there.
 
     Returns:
@@ -151,12 +151,12 @@ def read_metadata(location: Location) -> "tuple[Metadata, bytes]":
     while True:
         before = content
         try:
-            content = _read(join(location, METADATA))
+            content = _read(place / METADATA)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise FileNotFoundError(_why_there_is_none(location)) from error
-        metadata = parse_metadata(content, location)
+            raise FileNotFoundError(_why_there_is_none(place)) from error
+        metadata = parse_metadata(content, place)
         try:
-            _check_files(location, metadata)
+            _check_files(place, metadata)
         except FileNotFoundError:
             if content == before:
                 raise
@@ -165,11 +165,11 @@ def read_metadata(location: Location) -> "tuple[Metadata, bytes]":
             return metadata, content
 
 
-def _check_files(location: Location, metadata: "Metadata") -> None:
+def _check_files(place: Place, metadata: "Metadata") -> None:
     try:
-        sizes = sizes_of_files(location)
+        sizes = place.sizes_of_files()
     except PermissionError as error:  # there are roles that may read, but not list
-        log.warning(f"Cannot look whether {display(location)} is complete, which would show when it is read ({error})")
+        log.warning(f"Cannot look whether {place} is complete, which would show when it is read ({error})")
         return
     ours = getattr(metadata, "lightning", None)
     if ours is not None:
@@ -191,23 +191,22 @@ def _check_files(location: Location, metadata: "Metadata") -> None:
         if ours is None:
             why += f", or {METADATA} is damaged, which has no checksum"
         raise FileNotFoundError(
-            f"The sharded checkpoint {display(location)} is incomplete: {'; '.join(lack)}{more}. Load another one:"
-            f" {why}."
+            f"The sharded checkpoint {place} is incomplete: {'; '.join(lack)}{more}. Load another one: {why}."
         )
 
 
-def _why_there_is_none(location: Location) -> str:
-    if not is_begun(location):
-        return f"There is no sharded checkpoint at {display(location)}: {METADATA} is missing"
+def _why_there_is_none(place: Place) -> str:
+    if not is_begun(place):
+        return f"There is no sharded checkpoint at {place}: {METADATA} is missing"
     return (
-        f"The sharded checkpoint {display(location)} is incomplete: {METADATA} is missing, which a save writes last."
+        f"The sharded checkpoint {place} is incomplete: {METADATA} is missing, which a save writes last."
         " The save was interrupted, or goes on: load another checkpoint. What is left here goes with the next save to"
         " that path."
     )
 
 
-def parse_metadata(content: bytes, location: Location) -> "Metadata":
-    """What the content of ``.metadata`` says of the checkpoint at ``location``.
+def parse_metadata(content: bytes, place: Place) -> "Metadata":
+    """Returns what the content of ``.metadata`` says of the checkpoint at ``place``.
 
     Raises:
         OSError: It is damaged, or of a newer release.
@@ -220,23 +219,21 @@ def parse_metadata(content: bytes, location: Location) -> "Metadata":
         from lightning.fabric.storage.sharded.metadata_unpickler import unpickle
     except ImportError as error:
         raise ImportError(
-            f"{display(location)} is a sharded checkpoint, which takes torch.distributed to read, and this build of"
+            f"{place} is a sharded checkpoint, which takes torch.distributed to read, and this build of"
             " PyTorch has none: install one that has, or consolidate the checkpoint where there is one"
         ) from error
     trailer = _TRAILER.search(content, max(0, len(content) - 64))
     pickled = content[: trailer.start()] if trailer else content
     if trailer and int(trailer[1], 16) != zlib.crc32(pickled):
-        raise OSError(
-            f"{display(join(location, METADATA))} is damaged: its checksum is wrong. Load another checkpoint."
-        )
+        raise OSError(f"{place / METADATA} is damaged: its checksum is wrong. Load another checkpoint.")
     try:
         metadata = unpickle(pickled)
         if not isinstance(metadata, Metadata):
-            raise OSError(f"{display(join(location, METADATA))} holds no metadata of torch.distributed.checkpoint")
+            raise OSError(f"{place / METADATA} holds no metadata of torch.distributed.checkpoint")
         ours = getattr(metadata, "lightning", None)
         if ours is not None and ours["format"] > _FORMAT:
             raise OSError(
-                f"{display(location)} was saved in format {ours['format']}, and this release reads formats up to"
+                f"{place} was saved in format {ours['format']}, and this release reads formats up to"
                 f" {_FORMAT}: load it with a newer one"
             )
         if ours is not None and trailer is None:
@@ -245,51 +242,49 @@ def parse_metadata(content: bytes, location: Location) -> "Metadata":
     except OSError:
         raise
     except Exception as error:  # damaged pickles raise anything
-        raise OSError(
-            f"{display(join(location, METADATA))} is damaged, or no metadata of a checkpoint: {error}"
-        ) from error
+        raise OSError(f"{place / METADATA} is damaged, or no metadata of a checkpoint: {error}") from error
     return metadata
 
 
-def is_begun(location: Location) -> bool:
-    """Whether there is a part of a sharded checkpoint, be it complete or not."""
-    return any(name in (METADATA, STOCK_META) or name.endswith(SHARD_SUFFIX) for name in sizes_of_files(location))
+def is_begun(place: Place) -> bool:
+    """Tells whether there is a part of a sharded checkpoint, be it complete or not."""
+    return any(name in (METADATA, STOCK_META) or name.endswith(SHARD_SUFFIX) for name in place.sizes_of_files())
 
 
-def read_meta(location: Location, metadata: "Metadata") -> bytes | None:
-    """What a checkpoint has beside model and optimizer, as ``torch.save`` wrote it, or None.
+def read_meta(place: Place, metadata: "Metadata") -> bytes | None:
+    """Reads what a checkpoint has beside model and optimizer, as ``torch.save`` wrote it, or None.
 
     Raises:
         OSError: It could not be read, or is damaged.
     """
     ours = getattr(metadata, "lightning", None)
     if ours is None:
-        return _read(join(location, STOCK_META))
+        return _read(place / STOCK_META)
     if ours["meta"] is None:
         return None
     try:
-        content = _read(join(location, ours["meta"]))
+        content = _read(place / ours["meta"])
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{display(join(location, ours['meta']))} is missing: the checkpoint is incomplete, or was replaced while"
+            f"{place / ours['meta']} is missing: the checkpoint is incomplete, or was replaced while"
             " it was loaded. Load it again, or load another one"
         ) from error
     try:
         records = records_of(ours["files"][ours["meta"]])
     except Exception as error:  # what is damaged may be of any type
-        raise OSError(f"{display(join(location, METADATA))} is damaged: {error}") from error
+        raise OSError(f"{place / METADATA} is damaged: {error}") from error
     for record in records:
         for start, end, before, crc in record.blocks():
             if zlib.crc32(memoryview(content)[start:end], before) != crc:
                 raise OSError(
-                    f"{display(join(location, ours['meta']))} is damaged between bytes {start} and {end}: its checksum"
+                    f"{place / ours['meta']} is damaged between bytes {start} and {end}: its checksum"
                     " is wrong. Load another checkpoint."
                 )
     return content
 
 
-def _read(location: Location) -> bytes:
-    source = open_source(location)
+def _read(place: Place) -> bytes:
+    source = open_source(place)
     try:
         content = np.empty(source.size, np.uint8)
         if source.size:
@@ -299,36 +294,36 @@ def _read(location: Location) -> bytes:
         source.close()
 
 
-def write_stock_meta(location: Location, meta: Any) -> None:
+def write_stock_meta(place: Place, meta: Any) -> None:
     """Writes ``meta.pt``.
 
     Raises:
         OSError: It could not be written. The checkpoint is complete all the same for this library's readers.
     """
     try:
-        save_file(meta, join(location, STOCK_META))
+        save_file(meta, place / STOCK_META)
     except OSError as error:
         raise OSError(
-            f"The checkpoint {display(location)} is saved, and loads here, but not with stock Lightning, for which"
+            f"The checkpoint {place} is saved, and loads here, but not with stock Lightning, for which"
             f" {STOCK_META} could not be written: {error}"
         ) from error
 
 
-def clean_up(location: Location, metadata: "Metadata") -> None:
+def clean_up(place: Place, metadata: "Metadata") -> None:
     """Removes what earlier saves have left: the shards of the one replaced, and of those that did not end.
 
     The save is complete, so that a failure here is no failure of it.
     """
     try:
         ours = metadata.lightning  # type: ignore[attr-defined]
-        found = sizes_of_files(location)
+        found = place.sizes_of_files()
         old = [name for name in found if name.endswith(SHARD_SUFFIX) and name not in ours["files"]]
         if ours["meta"] is None and STOCK_META in found:
             old.append(STOCK_META)
-        with questions_named(location, "remove"):
-            remove_names(location, old)
-            if shares_names(location):  # a full file that the folder replaces; elsewhere it had to go before
-                remove_file(location)
+        with questions_named(place, "remove"):
+            remove_names(place, old)
+            if place.shares_names():  # a full file that the folder replaces; elsewhere it had to go before
+                remove_file(place)
     except Exception as error:
-        reason = f"{type(error).__name__}: {display(str(error))}"
-        log.warning(f"Could not remove what earlier saves have left of {display(location)} ({reason})")
+        reason = f"{type(error).__name__}: {redact(str(error))}"
+        log.warning(f"Could not remove what earlier saves have left of {place} ({reason})")

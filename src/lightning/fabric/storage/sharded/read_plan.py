@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-from lightning.fabric.storage.paths.location import Location, display, join
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.sharded.byte_ranges import GAP, REQUEST
 from lightning.fabric.storage.sharded.checksums import Record, records_of
 from lightning.fabric.storage.sharded.read_requests import Damaged, ReadRequest, ReadRequests, RecordPlace, Unloadable
@@ -31,7 +31,7 @@ _TRUSTED = REQUEST
 _ADVICE = "Load another checkpoint: this one was changed after it was saved, or its storage cannot be relied on"
 
 
-def read_plan(location: Location, metadata: Metadata, plan: LoadPlan, planner: LoadPlanner) -> None:
+def read_plan(place: Place, metadata: Metadata, plan: LoadPlan, planner: LoadPlanner) -> None:
     """Does what :meth:`torch.distributed.checkpoint.StorageReader.read_data` does.
 
     Of a tensor whose record has checksums only the blocks are read in which the plan's part of it is. When an error
@@ -39,7 +39,7 @@ def read_plan(location: Location, metadata: Metadata, plan: LoadPlan, planner: L
     partly overwritten, also with bytes that turned out to be damaged.
 
     Args:
-        location: The checkpoint's folder.
+        place: The checkpoint's folder.
         metadata: What it says of itself. Without an attribute ``lightning`` there are no checksums to verify.
         plan: What to read.
         planner: Gives the memory, is told when a tensor is complete, and takes the bytes of what is no tensor.
@@ -49,7 +49,7 @@ def read_plan(location: Location, metadata: Metadata, plan: LoadPlan, planner: L
         OSError: A file is damaged or shorter than it should be, the store did not answer, or refused.
         ValueError: A target has another size than what is to be loaded into it.
     """
-    reader = _PlanReader(location, metadata, planner)
+    reader = _PlanReader(place, metadata, planner)
     for item in plan.items:
         reader.add(item)
     reader.read()
@@ -59,12 +59,12 @@ class _File:
     """A file of the checkpoint, which is opened when something is read from it.
 
     Args:
-        location: Where it is.
+        place: Where it is.
         described: What the metadata say of it, if they do.
     """
 
-    def __init__(self, location: Location, described: dict[str, Any] | None) -> None:
-        self.location = location
+    def __init__(self, place: Place, described: dict[str, Any] | None) -> None:
+        self.place = place
         #: Items of each record.
         self.items: dict[RecordPlace, list[ReadItem]] = {}
         self.requests = 0
@@ -103,7 +103,7 @@ class _File:
 
     def _open(self, name: str) -> Source:
         try:
-            source = open_source(self.location)
+            source = open_source(self.place)
         except FileNotFoundError as error:
             raise self._missing(name) from error
         if self._size not in (None, source.size):
@@ -127,12 +127,12 @@ class _File:
 
     def _missing(self, name: str) -> FileNotFoundError:
         return FileNotFoundError(
-            f"{display(self.location)} is missing, which holds {name!r}: the checkpoint is incomplete, or was replaced"
+            f"{self.place} is missing, which holds {name!r}: the checkpoint is incomplete, or was replaced"
             " while it was loaded. Load it again, or load another one"
         )
 
     def damage(self, what: str) -> OSError:
-        return OSError(f"{display(self.location)} is damaged: {what}. {_ADVICE}")
+        return OSError(f"{self.place} is damaged: {what}. {_ADVICE}")
 
     def check(self) -> None:
         if self._source is not None:
@@ -147,8 +147,8 @@ class _File:
 class _PlanReader:
     """Reads the items that were added."""
 
-    def __init__(self, location: Location, metadata: Metadata, planner: LoadPlanner) -> None:
-        self._location = location
+    def __init__(self, place: Place, metadata: Metadata, planner: LoadPlanner) -> None:
+        self._place = place
         self._metadata = metadata
         self._described = getattr(metadata, "lightning", None)
         self._needs = ReadRequests(metadata, planner)
@@ -162,8 +162,8 @@ class _PlanReader:
         if name not in self._files:
             described = None if self._described is None else self._described["files"].get(name)
             if self._described is not None and described is None:
-                raise OSError(f"{display(self._location)} is damaged: its .metadata do not describe {name}. {_ADVICE}")
-            self._files[name] = _File(join(self._location, name), described)
+                raise OSError(f"{self._place} is damaged: its .metadata do not describe {name}. {_ADVICE}")
+            self._files[name] = _File(self._place / name, described)
         self._files[name].add(item, info)
 
     def read(self) -> None:
@@ -269,7 +269,7 @@ class _Request:
             try:
                 freed += need.done(data)
             except Unloadable as error:
-                where = f"bytes {need.start} to {need.stop} of {display(self._file.location)}"
+                where = f"bytes {need.start} to {need.stop} of {self._file.place}"
                 raise OSError(f"There is no tensor that can be loaded in {where}: {error}") from error
         self._finished(self._file)
         return freed

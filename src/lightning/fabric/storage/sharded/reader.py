@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning.fabric.storage.archives.load import load_bytes
 from lightning.fabric.storage.collectives.errors import portable, together, unseen_explained
-from lightning.fabric.storage.paths.location import Location, display
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.sharded.read_plan import read_plan
 
 log = logging.getLogger(__name__)
@@ -23,14 +23,14 @@ class ShardReader(StorageReader):
     """Reads shards that stock PyTorch, stock Lightning or :class:`ShardWriter` wrote.
 
     Args:
-        location: The checkpoint's folder.
+        place: The checkpoint's folder.
         metadata: From :func:`~lightning.fabric.storage.sharded.metadata_file.read_metadata`.
         weights_only: As for :func:`torch.load`, of what is no tensor.
     """
 
-    def __init__(self, location: Location, metadata: Metadata, weights_only: bool | None = None) -> None:
+    def __init__(self, place: Place, metadata: Metadata, weights_only: bool | None = None) -> None:
         super().__init__()
-        self._location = location
+        self._place = place
         self._metadata = metadata
         self._weights_only = weights_only
         #: Why this rank failed: what torch raises in the end has been pickled.
@@ -65,10 +65,10 @@ class ShardReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         careful = cast(LoadPlanner, _Careful(planner, self._weights_only))  # in all that is asked of it, it is one
         # all leave this together, for what torch does next is a collective call whose time is limited
-        with together(f"loading {display(self._location)}"):
+        with together(f"loading {self._place}"):
             try:
-                with unseen_explained(self._location):
-                    read_plan(self._location, self._metadata, plan, careful)
+                with unseen_explained(self._place):
+                    read_plan(self._place, self._metadata, plan, careful)
             except BaseException as error:
                 self.error = error
         if self.error is not None:

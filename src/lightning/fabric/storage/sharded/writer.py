@@ -4,7 +4,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +14,8 @@ from torch.distributed.checkpoint import CheckpointException, SavePlan
 from lightning.fabric.storage.archives.tensor_bytes import is_plain, memory_of
 from lightning.fabric.storage.collectives.errors import PeerFailed, Peers
 from lightning.fabric.storage.collectives.rank_group import RankGroup
-from lightning.fabric.storage.paths.filesystem import is_file, shares_names
-from lightning.fabric.storage.paths.location import Location, beside, display, join
+from lightning.fabric.storage.paths.place import Place
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.paths.remove import remove_file, remove_if_empty
 from lightning.fabric.storage.paths.replace import remove_leftovers, replace_by_folder
 from lightning.fabric.storage.save_report import count_bytes, stage
@@ -65,16 +64,16 @@ class ShardWriter:
     until ``.metadata`` makes the new ones the checkpoint. Then rank zero removes the old ones.
 
     Args:
-        location: The checkpoint's folder.
+        place: The checkpoint's folder.
         group: Of all ranks.
     """
 
-    def __init__(self, location: Location, group: RankGroup) -> None:
-        self._location = location
+    def __init__(self, place: Place, group: RankGroup) -> None:
+        self._place = place
         self._group = group
         self._assignment: _Assignment
         #: Files that are complete.
-        self._written: list[Location] = []
+        self._written: list[Place] = []
         self._peers: Peers | None = None
         #: Of all ranks; on rank zero.
         self._reports: list[Report] = []
@@ -116,8 +115,8 @@ class ShardWriter:
 
     def _assign(self) -> _Assignment:
         save = metadata_file.new_save()
-        in_the_way = not shares_names(self._location) and is_file(self._location)
-        is_free = isinstance(self._location, Path) and not self._location.exists()
+        in_the_way = not self._place.shares_names() and self._place.is_file()
+        is_free = self._place.is_local and self._place.kind() == "nothing"
         return _Assignment(save, f".{save}.new" if in_the_way else "", in_the_way or is_free)
 
     def _write(self, shard: Shard, plan: SavePlan) -> Report:
@@ -128,12 +127,12 @@ class ShardWriter:
         try:
             if plan.items:
                 name = metadata_file.shard_name(save, self._group.rank)
-                with self._open(join(folder, name)) as file:
+                with self._open(folder / name) as file:
                     records, numbers = _write_items(shard, plan, file)
                 files[name] = FileRecords.of(records)
             if shard.meta is not None:
                 name = metadata_file.meta_name(save)
-                with self._open(join(folder, name)) as file:
+                with self._open(folder / name) as file:
                     files[name] = FileRecords.of([RecordWriter(file).write_object(shard.meta)])
         except BaseException:
             self._peers.tell_of_failure()
@@ -161,19 +160,19 @@ class ShardWriter:
         files = {name: file for report in self._reports for name, file in report.files.items()}
         metadata_file.describe(metadata, metadata_file.meta_name(save) if meta is not None else None, files)
         metadata_file.write_metadata(folder, metadata)
-        if folder is not self._location:
-            replace_by_folder(folder, self._location)
+        if folder is not self._place:
+            replace_by_folder(folder, self._place)
         if meta is not None:  # last, for the checkpoint is in its place without it
-            metadata_file.write_stock_meta(self._location, meta)
-        metadata_file.clean_up(self._location, metadata)
-        remove_leftovers(self._location)
+            metadata_file.write_stock_meta(self._place, meta)
+        metadata_file.clean_up(self._place, metadata)
+        remove_leftovers(self._place)
         return [None] * world_size
 
     def _has_one_failed(self) -> bool:
         try:
             return self._peers is not None and self._peers.has_one_failed()
         except PeerFailed as error:
-            log.warning(f"Whether {display(self._location)} was saved is not known here: {error}")
+            log.warning(f"Whether {self._place} was saved is not known here: {error}")
             return False
 
     def _discard(self) -> None:
@@ -183,29 +182,29 @@ class ShardWriter:
         try:
             for place in self._written:
                 remove_file(place)
-            if self._assignment.makes_folder and isinstance(self._folder, Path):
+            if self._assignment.makes_folder:
                 remove_if_empty(self._folder)
         except Exception as error:
-            reason = f"{type(error).__name__}: {display(str(error))}"
-            log.warning(f"Could not remove what a save that failed has left in {display(self._location)} ({reason})")
+            reason = f"{type(error).__name__}: {redact(str(error))}"
+            log.warning(f"Could not remove what a save that failed has left in {self._place} ({reason})")
 
     @contextmanager
-    def _open(self, location: Location) -> Iterator[Sink]:
+    def _open(self, place: Place) -> Iterator[Sink]:
         assert self._peers is not None
         with open_writer(
-            location,
+            place,
             lean=True,
             files=self._group.world_size,
             idle=self._peers.look,
             disposable=True,  # only the metadata of a complete checkpoint names it
         ) as file:
             yield file
-        self._written.append(location)
+        self._written.append(place)
 
     @property
-    def _folder(self) -> Location:
+    def _folder(self) -> Place:
         suffix = self._assignment.suffix
-        return beside(self._location, suffix) if suffix else self._location
+        return self._place.beside(suffix) if suffix else self._place
 
 
 def _write_items(shard: Shard, plan: SavePlan, file: Sink) -> tuple[list[Record], NDArray[np.int32] | None]:

@@ -11,7 +11,6 @@ import io
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,8 +26,9 @@ from lightning.fabric.storage.collectives.errors import (
     unseen_explained,
 )
 from lightning.fabric.storage.own_plugins import saves_at_path
-from lightning.fabric.storage.paths.filesystem import is_file, is_folder, kind, shares_names
-from lightning.fabric.storage.paths.location import Location, display, locate
+from lightning.fabric.storage.paths.location import AnyPath, locate
+from lightning.fabric.storage.paths.place import Place
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.paths.remove import remove_folder
 from lightning.fabric.storage.paths.replace import remove_leftovers
 from lightning.fabric.storage.save_report import reported
@@ -42,24 +42,23 @@ if TYPE_CHECKING:
 
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
-_Path = str | os.PathLike[str]
 _T = TypeVar("_T")
 
 
-def locate_checkpoint(path: _Path, options: Mapping[str, Any] | None = None) -> Location:
+def locate_checkpoint(path: AnyPath, options: Mapping[str, Any] | None = None) -> Place:
     """As :func:`~lightning.fabric.storage.paths.location.locate`, for a strategy that saves with every rank.
 
     Raises:
         TypeError: ``options`` is not a mapping.
         NotImplementedError: ``path`` is a URL, and PyTorch is older than 2.4, with which this was never tried.
     """
-    location = locate(path, options)
-    if not isinstance(location, Path) and not _TORCH_GREATER_EQUAL_2_4:
+    place = locate(path, options)
+    if not place.is_local and not _TORCH_GREATER_EQUAL_2_4:
         raise NotImplementedError(
             f"Checkpoints of FSDP and ModelParallel on a remote file system need PyTorch 2.4 or newer, and this is"
-            f" {torch.__version__}: upgrade PyTorch, or use a local path instead of {display(location)}."
+            f" {torch.__version__}: upgrade PyTorch, or use a local path instead of {place}."
         )
-    return location
+    return place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,26 +66,26 @@ class FoundCheckpoint(os.PathLike[str]):
     """What was at a path when a load began, and stands for the path until the load ends.
 
     Attributes:
-        location: The place.
+        place: The place.
         metadata: Of a complete sharded checkpoint; None if that is not what was found.
         is_full: Whether a file was found.
         weights_only: What the load was asked for, as for :func:`torch.load`. Functions of Lightning's that are given
             nothing but a path find it here.
     """
 
-    location: Location
+    place: Place
     metadata: "Metadata | None" = None
     is_full: bool = False
     weights_only: bool | None = None
 
     def __fspath__(self) -> str:
-        return os.fspath(self.location)
+        return self.place.raw
 
     def __str__(self) -> str:
-        return display(self.location)
+        return str(self.place)
 
 
-def find_checkpoint(path: _Path, weights_only: bool | None = None) -> FoundCheckpoint:
+def find_checkpoint(path: AnyPath, weights_only: bool | None = None) -> FoundCheckpoint:
     """Looks what there is to load when all saves on their way have ended; a collective call, in which rank zero looks.
 
     A checkpoint that is replaced afterwards makes the load fail, but not mix the old one and the new one.
@@ -97,32 +96,32 @@ def find_checkpoint(path: _Path, weights_only: bool | None = None) -> FoundCheck
     """
     from lightning.fabric.storage.sharded import metadata_file
 
-    location = locate_checkpoint(path)
-    with together(f"waiting for what is saved before {display(location)} is loaded"):
+    place = locate_checkpoint(path)
+    with together(f"waiting for what is saved before {place} is loaded"):
         drain()
     own: list[Metadata] = []
 
     def look() -> tuple[bytes | None, bool]:
         try:
-            metadata, content = metadata_file.read_metadata(location)
+            metadata, content = metadata_file.read_metadata(place)
         except FileNotFoundError:
-            if is_file(location):
+            if place.is_file():
                 return None, True
-            if metadata_file.is_begun(location):
+            if metadata_file.is_begun(place):
                 raise
             return None, False
         own.append(metadata)
         return content, False
 
     # its bytes, for of a large job the metadata are a million objects
-    content, is_full = from_rank_zero(look, f"loading {display(location)}")
+    content, is_full = from_rank_zero(look, f"loading {place}")
     if content is None:
-        return FoundCheckpoint(location, None, is_full, weights_only)
-    metadata = own[0] if own else metadata_file.parse_metadata(content, location)
-    return FoundCheckpoint(location, metadata, weights_only=weights_only)
+        return FoundCheckpoint(place, None, is_full, weights_only)
+    metadata = own[0] if own else metadata_file.parse_metadata(content, place)
+    return FoundCheckpoint(place, metadata, weights_only=weights_only)
 
 
-def find_to_load(path: _Path, weights_only: bool | None = None) -> FoundCheckpoint:
+def find_to_load(path: AnyPath, weights_only: bool | None = None) -> FoundCheckpoint:
     """As :func:`find_checkpoint`, where something has to be; a collective call.
 
     Raises:
@@ -130,14 +129,14 @@ def find_to_load(path: _Path, weights_only: bool | None = None) -> FoundCheckpoi
     """
     found = find_checkpoint(path, weights_only)
     if found.metadata is None and not found.is_full:
-        doing = f"loading {display(found.location)}"
-        if from_rank_zero(lambda: kind(found.location), doing) == "nothing":
-            raise not_found(found.location)
+        doing = f"loading {found.place}"
+        if from_rank_zero(lambda: found.place.kind(), doing) == "nothing":
+            raise not_found(found.place)
     return found
 
 
-def is_sharded_checkpoint(path: _Path) -> bool:
-    """Whether there is a folder of shards: a complete one if ``path`` is a :class:`FoundCheckpoint`, else any part."""
+def is_sharded_checkpoint(path: AnyPath) -> bool:
+    """Tells whether there is a folder of shards: any part, or a complete one if ``path`` is a found checkpoint."""
     if isinstance(path, FoundCheckpoint):
         return path.metadata is not None
     from lightning.fabric.storage.sharded import metadata_file
@@ -145,15 +144,15 @@ def is_sharded_checkpoint(path: _Path) -> bool:
     return metadata_file.is_begun(locate(path))
 
 
-def is_full_checkpoint(path: _Path) -> bool:
-    """Whether there is a file that could hold a full state."""
-    return path.is_full if isinstance(path, FoundCheckpoint) else is_file(locate(path))
+def is_full_checkpoint(path: AnyPath) -> bool:
+    """Tells whether there is a file that could hold a full state."""
+    return path.is_full if isinstance(path, FoundCheckpoint) else locate(path).is_file()
 
 
-def is_folder_in_the_way(location: Location) -> bool:
-    """Whether there is a folder that is no checkpoint, and keeps a full state from being saved as a file."""
+def is_folder_in_the_way(place: Place) -> bool:
+    """Tells whether a folder that is no checkpoint keeps a full state from being saved as a file."""
     # in this order: rank zero may be replacing shards by a file at this moment
-    return not shares_names(location) and not is_sharded_checkpoint(location) and is_folder(location)
+    return not place.shares_names() and not is_sharded_checkpoint(place) and place.is_folder()
 
 
 def set_up(checkpoint_io: "CheckpointIO") -> None:
@@ -163,7 +162,7 @@ def set_up(checkpoint_io: "CheckpointIO") -> None:
 
 
 def save_sharded(
-    state: dict[str, Any], meta: dict[str, Any] | None, path: _Path, checkpoint_io: "CheckpointIO | None" = None
+    state: dict[str, Any], meta: dict[str, Any] | None, path: AnyPath, checkpoint_io: "CheckpointIO | None" = None
 ) -> None:
     """Saves a sharded checkpoint, whole or not at all; a collective call.
 
@@ -184,19 +183,19 @@ def save_sharded(
     from lightning.fabric.storage.sharded.save_planner import PlanCache, Shard
     from lightning.fabric.storage.sharded.writer import ShardWriter
 
-    location = locate_checkpoint(path)
-    extra_state.refuse_parts(_users(meta or {}), location)
+    place = locate_checkpoint(path)
+    extra_state.refuse_parts(_users(meta or {}), place)
     if (saver := saver_of(checkpoint_io)) is not None:
-        saver.save_sharded(state, meta, location)
+        saver.save_sharded(state, meta, place)
         return
     group = RankGroup()
-    with reported(location), failures_of_ranks("save", location, group):
-        ShardWriter(location, group).save(lambda: Shard.of(state, meta, group), PlanCache())
+    with reported(place), failures_of_ranks("save", place, group):
+        ShardWriter(place, group).save(lambda: Shard.of(state, meta, group), PlanCache())
 
 
 def load_shards(
     state: dict[str, Any],
-    path: _Path,
+    path: AnyPath,
     strict: bool = True,
     weights_only: bool | None = None,
     module: "torch.nn.Module | None" = None,
@@ -219,8 +218,8 @@ def load_shards(
     from torch.distributed import checkpoint as dcp
 
     planner = dcp.DefaultLoadPlanner() if strict else dcp.DefaultLoadPlanner(allow_partial_load=True)
-    location, reader = _reader(path, weights_only)
-    with failures_of_ranks("load", location, reader):
+    place, reader = _reader(path, weights_only)
+    with failures_of_ranks("load", place, reader):
         if module is not None:
             for key, values in state.items():
                 load_targets.fit_module_state(values, load_targets.entries_of(reader.read_metadata(), key), module)
@@ -234,7 +233,7 @@ def load_optimizer(
     module: "torch.nn.Module",
     optimizer: "torch.optim.Optimizer",
     key: str,
-    path: _Path,
+    path: AnyPath,
     strict: bool = True,
     weights_only: bool | None = None,
 ) -> None:
@@ -263,7 +262,7 @@ def load_flat_optimizer(
     optimizer: "torch.optim.Optimizer",
     model_state: dict[str, Any],
     key: str,
-    path: _Path,
+    path: AnyPath,
     weights_only: bool | None = None,
 ) -> None:
     """As :func:`load_optimizer`, for the parameters of FSDP; in the context of its sharded state.
@@ -278,9 +277,9 @@ def load_flat_optimizer(
     """
     from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 
-    location, reader = _reader(path, weights_only)
+    place, reader = _reader(path, weights_only)
     sized = {name: value for name, value in model_state.items() if isinstance(value, torch.Tensor) and is_sized(value)}
-    with failures_of_ranks("load", location, reader):
+    with failures_of_ranks("load", place, reader):
         state = dict(load_sharded_optimizer_state_dict(sized, key, reader))
     if key not in state:
         raise KeyError(optimizer_state.unknown(key))
@@ -288,21 +287,21 @@ def load_flat_optimizer(
     optimizer_state.place_flat(module, optimizer, {"state": {}, **state[key]})
 
 
-def _reader(path: _Path, weights_only: bool | None) -> tuple[Location, Any]:
+def _reader(path: AnyPath, weights_only: bool | None) -> tuple[Place, Any]:
     from lightning.fabric.storage.sharded.reader import ShardReader
 
-    location, metadata = _sharded(path)
-    return location, ShardReader(location, metadata, weights_only)
+    place, metadata = _sharded(path)
+    return place, ShardReader(place, metadata, weights_only)
 
 
-def _sharded(path: _Path) -> tuple[Location, "Metadata"]:
+def _sharded(path: AnyPath) -> tuple[Place, "Metadata"]:
     found = path if isinstance(path, FoundCheckpoint) else find_checkpoint(path)
     if found.metadata is None:
         raise FileNotFoundError(f"There is no sharded checkpoint at {found}")
-    return found.location, found.metadata
+    return found.place, found.metadata
 
 
-def load_metadata(path: _Path, weights_only: bool | None = None) -> Any:
+def load_metadata(path: AnyPath, weights_only: bool | None = None) -> Any:
     """Loads what belongs to a sharded checkpoint beside model and optimizer, into host memory; a collective call.
 
     Raises:
@@ -310,8 +309,8 @@ def load_metadata(path: _Path, weights_only: bool | None = None) -> Any:
     """
     from lightning.fabric.storage.sharded import metadata_file
 
-    location, metadata = _sharded(path)
-    content = from_rank_zero(lambda: metadata_file.read_meta(location, metadata), f"loading {display(location)}")
+    place, metadata = _sharded(path)
+    content = from_rank_zero(lambda: metadata_file.read_meta(place, metadata), f"loading {place}")
     if content is None:
         return {}
     # of what the file's author had on an accelerator, nothing belongs on that of this rank
@@ -320,7 +319,7 @@ def load_metadata(path: _Path, weights_only: bool | None = None) -> Any:
 
 def save_full(
     state: dict[str, Any],
-    location: Location,
+    place: Place,
     checkpoint_io: "CheckpointIO | None" = None,
     objects: Mapping[str, Any] | None = None,
 ) -> None:
@@ -328,7 +327,7 @@ def save_full(
 
     Args:
         state: The state.
-        location: Where to.
+        place: Where to.
         checkpoint_io: As for :func:`save_sharded`.
         objects: What ``state`` is of, by the same names.
 
@@ -341,36 +340,36 @@ def save_full(
     plugin = checkpoint_io or TorchCheckpointIO()
     gathered = (torch.nn.Module, torch.optim.Optimizer)
     names = {name for name, value in (objects or {}).items() if not isinstance(value, gathered)}
-    with saving_full(location, plugin, {name: value for name, value in state.items() if name in names}):
+    with saving_full(place, plugin, {name: value for name, value in state.items() if name in names}):
         if is_rank_zero():
-            plugin.save_checkpoint(state, location)
+            plugin.save_checkpoint(state, place.raw, storage_options=place.options or None)
 
 
-def load_full(path: _Path, weights_only: bool | None = None) -> Any:
+def load_full(path: AnyPath, weights_only: bool | None = None) -> Any:
     """Loads a full state into host memory; a local file is mapped rather than read."""
     return load_file(path, map_location="cpu", weights_only=weights_only, mmap=True)
 
 
-def read_together(path: _Path, read: Callable[[], _T]) -> _T:
-    """What ``read`` returns, which reads from a full file on each rank; a collective call that all leave together.
+def read_together(path: AnyPath, read: Callable[[], _T]) -> _T:
+    """Returns what ``read`` reads from a full file on each rank; a collective call that all leave together.
 
     Raises:
         OSError: A rank could not read. Every rank raises it.
     """
-    location = locate(path)
-    with together(f"loading {display(location)}"), unseen_explained(location):
+    place = locate(path)
+    with together(f"loading {place}"), unseen_explained(place):
         return read()
 
 
 @contextmanager
-def saving_full(location: Location, checkpoint_io: "CheckpointIO", checkpoint: Mapping[str, Any]) -> Iterator[None]:
+def saving_full(place: Place, checkpoint_io: "CheckpointIO", checkpoint: Mapping[str, Any]) -> Iterator[None]:
     """For a body that saves a full state as one file on rank zero, with ``checkpoint_io``; a collective call.
 
     A sharded checkpoint in its place goes when the body has succeeded, and every rank learns if it has not. If the
     plugin saves in the background, the shards go when it has done so.
 
     Args:
-        location: Where it saves.
+        place: Where it saves.
         checkpoint_io: What it saves with.
         checkpoint: What belongs to it beside model and optimizers, and the Trainer's states of these.
 
@@ -378,15 +377,15 @@ def saving_full(location: Location, checkpoint_io: "CheckpointIO", checkpoint: M
         ValueError: As for :func:`save_sharded`.
         OSError: On the other ranks, if the body failed on rank zero; of the same type where it is a built-in one.
     """
-    extra_state.refuse_parts(_users(checkpoint), location)
-    with together(f"saving {display(location)}"):
+    extra_state.refuse_parts(_users(checkpoint), place)
+    with together(f"saving {place}"):
         yield
         if is_rank_zero():
             saver = saver_of(checkpoint_io)
             if saver is None:
-                _remove_what_a_file_replaces(location, checkpoint_io)
+                _remove_what_a_file_replaces(place, checkpoint_io)
             else:
-                saver.remove(location, lambda: _remove_what_a_file_replaces(location, checkpoint_io), is_partial=True)
+                saver.remove(place, lambda: _remove_what_a_file_replaces(place, checkpoint_io), is_partial=True)
 
 
 def _users(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -394,23 +393,23 @@ def _users(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states", "loops")}
 
 
-def _remove_what_a_file_replaces(location: Location, checkpoint_io: "CheckpointIO") -> None:
-    if not saves_at_path(checkpoint_io) and not is_file(location):
+def _remove_what_a_file_replaces(place: Place, checkpoint_io: "CheckpointIO") -> None:
+    if not saves_at_path(checkpoint_io) and not place.is_file():
         return  # the folder may be what the plugin has saved
-    if shares_names(location) and _has_shards_to_replace(location):  # elsewhere the file took the place of the shards
+    if place.shares_names() and _has_shards_to_replace(place):  # elsewhere the file took the place of the shards
         try:
-            with questions_named(location, "remove"):
-                remove_folder(location)
+            with questions_named(place, "remove"):
+                remove_folder(place)
         except Exception as error:
             raise OSError(
-                f"{display(location)} is saved, but the sharded checkpoint of that name could not be removed, and is"
-                f" still what would be loaded: {display(str(error))}"
+                f"{place} is saved, but the sharded checkpoint of that name could not be removed, and is"
+                f" still what would be loaded: {redact(str(error))}"
             ) from error
-    remove_leftovers(location)
+    remove_leftovers(place)
 
 
-def _has_shards_to_replace(location: Location) -> bool:
+def _has_shards_to_replace(place: Place) -> bool:
     try:
-        return is_sharded_checkpoint(location)
+        return is_sharded_checkpoint(place)
     except PermissionError:  # what S3 answers about a missing object to those who may write, but not list
         return False

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning.fabric.storage.paths.location import Location, display
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.sharded.describable import is_distributed, is_shard, is_values, tensors_in
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ _SAMPLE = 1024
 _Looks = dict[str, tuple[Any, ...]]
 
 
-def refuse_parts(rest: Mapping[str, Any], location: Location) -> None:
+def refuse_parts(rest: Mapping[str, Any], place: Place) -> None:
     """Raises if a tensor is a part that only this rank has, for the other ranks would get that of rank zero.
 
     A collective call. Numbers may differ from rank to rank, and so may tensors of one value, such as metrics. Of whole
@@ -29,7 +29,7 @@ def refuse_parts(rest: Mapping[str, Any], location: Location) -> None:
 
     Args:
         rest: What is saved of rank zero.
-        location: Of the checkpoint, for the error.
+        place: Of the checkpoint, for the error.
 
     Raises:
         ValueError: There is one; the message says where. Every rank raises it.
@@ -45,7 +45,7 @@ def refuse_parts(rest: Mapping[str, Any], location: Location) -> None:
         if group.error is not None and not isinstance(group.error, Exception):
             raise group.error from None
         reason = next(iter(error.failures.values()))[0]
-        raise ValueError(f"Could not save {display(location)}: {reason}") from error
+        raise ValueError(f"Could not save {place}: {reason}") from error
 
 
 def _looks(rest: Mapping[str, Any]) -> _Looks:

@@ -44,9 +44,9 @@ def save(
     sharded = _is_sharded(strategy)
     if filters is not None and sharded:
         raise NotImplementedError("FSDP cannot load a sharded checkpoint that was filtered: save without `filter`.")
-    location = checkpoints.locate_checkpoint(strategy.broadcast(path), storage_options)
+    place = checkpoints.locate_checkpoint(strategy.broadcast(path), storage_options)
     if not sharded:
-        refuse_folder(location)
+        refuse_folder(place)
     _, module = distributed_model(state, fsdp._has_fsdp_modules, "FSDP")
     context: Any = (
         fsdp._get_sharded_state_dict_context(module)
@@ -58,9 +58,9 @@ def save(
             state, lambda part: part.state_dict(), lambda optimizer: FSDP.optim_state_dict(module, optimizer), filters
         )
     if sharded:
-        checkpoints.save_sharded(tensors, rest, location, strategy.checkpoint_io)
+        checkpoints.save_sharded(tensors, rest, place, strategy.checkpoint_io)
     else:
-        checkpoints.save_full({**tensors, **rest}, location, strategy.checkpoint_io, state)
+        checkpoints.save_full({**tensors, **rest}, place, strategy.checkpoint_io, state)
 
 
 def load(

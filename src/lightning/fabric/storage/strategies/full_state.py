@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning.fabric.storage.archives.load import OpenedFile, load_without_tensors
 from lightning.fabric.storage.collectives.errors import failures_of_ranks, together, unseen_explained
-from lightning.fabric.storage.paths.location import Location, Url, display, locate, options_of
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.sharded.checksums import Record
 from lightning.fabric.storage.sharded.describable import is_distributed
 from lightning.fabric.storage.strategies import checkpoints, load_targets, optimizer_state
@@ -56,18 +56,18 @@ def load_full(path: Any, weights_only: bool | None = None, apart: Collection[str
     Raises:
         OSError: A rank could not read the file. Every rank raises it.
     """
-    location = locate(path)
+    place = locate(path)
     if not _distributed_is_initialized() or torch.distributed.get_world_size() == 1:
-        return checkpoints.load_full(location, weights_only)
-    with together(f"loading {display(location)}"):
+        return checkpoints.load_full(place, weights_only)
+    with together(f"loading {place}"):
         try:
-            with unseen_explained(location):
-                loaded = load_without_tensors(location, weights_only)
+            with unseen_explained(place):
+                loaded = load_without_tensors(place, weights_only)
         except NotImplementedError as error:  # as of quantized tensors, which there are not without values
-            log.info(f"{display(location)} is loaded as a whole ({error})")
+            log.info(f"{place} is loaded as a whole ({error})")
             loaded = None
         if loaded is None or _mark(loaded.obj, loaded.file) != loaded.storages:
-            return checkpoints.load_full(location, weights_only)
+            return checkpoints.load_full(place, weights_only)
     if apart is None:
         return loaded.obj
     rest = {key: value for key, value in loaded.obj.items() if key not in apart}
@@ -279,7 +279,7 @@ def _read(file: OpenedFile, targets: dict[str, Tensor], places: dict[str, _Place
             file.check()
             return done
 
-    folder, name = _split(file.location)
+    folder, name = file.place.parent, file.place.name
     metadata = Metadata(state_dict_metadata={}, storage_data={})
     records: dict[int, Record] = {}
     for key, place in places.items():
@@ -296,7 +296,7 @@ def _read(file: OpenedFile, targets: dict[str, Tensor], places: dict[str, _Place
     }
     reader = Reader(folder, metadata)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with failures_of_ranks("load", file.location, reader):
+    with failures_of_ranks("load", file.place, reader):
         load(dict(targets), storage_reader=reader, planner=planner)
 
 
@@ -318,10 +318,3 @@ def _record(place: _Place, rows: "ChunkStorageMetadata", records: dict[int, Reco
     while offset in records and records[offset][2:4] != (data, nbytes):  # views of one memory
         offset -= 1
     return records.setdefault(offset, Record(offset, data + nbytes - offset, data, nbytes, b""))
-
-
-def _split(location: Location) -> tuple[Location, str]:
-    if isinstance(location, str):
-        folder, _, name = location.rstrip("/").rpartition("/")
-        return Url(folder, options_of(location)), name
-    return location.parent, location.name

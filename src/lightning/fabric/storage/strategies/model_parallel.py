@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning.fabric.storage.paths.location import AnyPath
 from lightning.fabric.storage.strategies import checkpoints, full_state, load_targets, optimizer_state
 from lightning.fabric.storage.strategies.state import (
     Filters,
@@ -45,12 +46,12 @@ def save(
     if filters is not None and sharded:
         name = type(strategy).__name__
         raise NotImplementedError(f"{name} cannot load a sharded checkpoint that was filtered: save without `filter`.")
-    location = checkpoints.locate_checkpoint(strategy.broadcast(path), storage_options)
-    save_state(location, state, not sharded, filters, strategy.checkpoint_io)
+    place = checkpoints.locate_checkpoint(strategy.broadcast(path), storage_options)
+    save_state(place, state, not sharded, filters, strategy.checkpoint_io)
 
 
 def save_state(
-    path: _Path,
+    path: AnyPath,
     state: dict[str, Any],
     full: bool,
     filters: Filters | None = None,
@@ -61,9 +62,9 @@ def save_state(
 
     from lightning.fabric.strategies.model_parallel import _has_dtensor_modules
 
-    location = checkpoints.locate_checkpoint(path)
+    place = checkpoints.locate_checkpoint(path)
     if full:
-        refuse_folder(location)
+        refuse_folder(place)
     _, module = distributed_model(state, _has_dtensor_modules, "distributed")
     options = StateDictOptions(full_state_dict=full)
     tensors, rest = state_dicts(
@@ -73,9 +74,9 @@ def save_state(
         filters,
     )
     if full:
-        checkpoints.save_full({**tensors, **rest}, location, checkpoint_io, state)
+        checkpoints.save_full({**tensors, **rest}, place, checkpoint_io, state)
     else:
-        checkpoints.save_sharded(tensors, rest, location, checkpoint_io)
+        checkpoints.save_sharded(tensors, rest, place, checkpoint_io)
 
 
 def module_state(module: Module, full: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning.fabric.storage.paths.location import Location, display
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.strategies import checkpoints
 from lightning.fabric.utilities.types import _Stateful
 
@@ -114,14 +114,14 @@ def no_checkpoint(path: str | os.PathLike[str]) -> ValueError:
     )
 
 
-def refuse_folder(location: Location) -> None:
+def refuse_folder(place: Place) -> None:
     """Raises if a folder that is no checkpoint keeps a full state from being saved as a file.
 
     Raises:
         IsADirectoryError: There is one.
     """
-    if checkpoints.is_folder_in_the_way(location):
-        raise IsADirectoryError(f"The checkpoint path exists and is a directory: {display(location)}")
+    if checkpoints.is_folder_in_the_way(place):
+        raise IsADirectoryError(f"The checkpoint path exists and is a directory: {place}")
 
 
 def save_of_trainer(
@@ -142,12 +142,12 @@ def save_of_trainer(
         save_full: Saves a full checkpoint on rank zero; the method that the strategy inherits.
         model: The key of the model in a sharded checkpoint; None saves a full one.
     """
-    location = checkpoints.locate_checkpoint(strategy.broadcast(path), storage_options)
+    place = checkpoints.locate_checkpoint(strategy.broadcast(path), storage_options)
     if model is not None:
         optimizers = enumerate(checkpoint.pop("optimizer_states", []))
         state = {model: checkpoint.pop("state_dict"), **{f"optimizer_{number}": each for number, each in optimizers}}
-        checkpoints.save_sharded(state, checkpoint, location, strategy.checkpoint_io)
+        checkpoints.save_sharded(state, checkpoint, place, strategy.checkpoint_io)
         return
-    refuse_folder(location)
-    with checkpoints.saving_full(location, strategy.checkpoint_io, checkpoint):
-        save_full(checkpoint=checkpoint, filepath=location)
+    refuse_folder(place)
+    with checkpoints.saving_full(place, strategy.checkpoint_io, checkpoint):
+        save_full(checkpoint=checkpoint, filepath=place.raw, storage_options=storage_options)

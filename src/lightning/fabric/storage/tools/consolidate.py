@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from lightning.fabric.storage.archives.archive_writer import Archive, TensorStub
 from lightning.fabric.storage.archives.load import load_bytes
-from lightning.fabric.storage.paths.location import Location, display
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.save_report import timed
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.sharded.metadata_check import contradictions
@@ -52,7 +52,7 @@ _EXTRA = 256
 _OF_TRAINER = "pytorch-lightning_version"
 
 
-def consolidate(folder: Location, output: Location) -> None:
+def consolidate(folder: Place, output: Place) -> None:
     """Writes a sharded checkpoint as one file, whole or not at all.
 
     The file holds what stock Lightning makes of the same checkpoint: the nested dictionaries that were saved, with
@@ -70,19 +70,19 @@ def consolidate(folder: Location, output: Location) -> None:
     """
     metadata, _ = metadata_file.read_metadata(folder)
     for wrong in contradictions(metadata):
-        raise OSError(f"{display(folder)} is damaged: its .metadata {wrong}. Load another checkpoint.")
+        raise OSError(f"{folder} is damaged: its .metadata {wrong}. Load another checkpoint.")
     names: dict[TensorStub, str] = {}
     checkpoint = _without_tensors(folder, metadata, names)
     meta = _meta(folder, metadata)
     if _OF_TRAINER in meta:  # which may have names of the user's that are those of the shards
         checkpoint = as_one_of_trainer(checkpoint)
     checkpoint.update(meta)
-    log.info(f"Consolidating {display(folder)}, a checkpoint of {'the Trainer' if _OF_TRAINER in meta else 'Fabric'}")
+    log.info(f"Consolidating {folder}, a checkpoint of {'the Trainer' if _OF_TRAINER in meta else 'Fabric'}")
     with timed("Consolidated", output) as transfer:
         with open_writer(output, lean=True) as file:
             _write(checkpoint, _Tensors(folder, metadata, names), file)
         transfer.size = file.tell()
-    log.info(f"Saved {display(output)} ({transfer.size / 2**20:.1f} MiB)")
+    log.info(f"Saved {output} ({transfer.size / 2**20:.1f} MiB)")
 
 
 def as_one_of_trainer(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _whole(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
-def _without_tensors(folder: Location, metadata: Metadata, names: dict[TensorStub, str]) -> dict[str, Any]:
+def _without_tensors(folder: Place, metadata: Metadata, names: dict[TensorStub, str]) -> dict[str, Any]:
     """What the shards hold, nested as it was, with stubs for tensors, whose names are put into ``names``."""
     planner, plan, nothing = _Planner(), LoadPlan([]), torch.Size((0,))
     for name, described in metadata.state_dict_metadata.items():
@@ -145,7 +145,7 @@ def _without_tensors(folder: Location, metadata: Metadata, names: dict[TensorStu
         try:
             set_element(nested, paths.get(name, (name,)), value)
         except (TypeError, AttributeError, IndexError) as error:  # something else is on the way to it
-            raise OSError(f"{display(folder)} is damaged: there is no place for {name!r}") from error
+            raise OSError(f"{folder} is damaged: there is no place for {name!r}") from error
     return {name: _with_state(value) for name, value in nested.items()}
 
 
@@ -163,11 +163,11 @@ def _places(metadata: Metadata) -> dict[str, frozenset[Any]]:
     return {name: frozenset(of_name) for name, of_name in places.items()}
 
 
-def _meta(folder: Location, metadata: Metadata) -> dict[str, Any]:
+def _meta(folder: Place, metadata: Metadata) -> dict[str, Any]:
     content = metadata_file.read_meta(folder, metadata)
     if content is None:
         return {}
-    return dict(_load(io.BytesIO(content), f"What {display(folder)} has beside model and optimizer"))
+    return dict(_load(io.BytesIO(content), f"What {folder} has beside model and optimizer"))
 
 
 def _load(content: io.BytesIO, what: str) -> Any:
@@ -224,7 +224,7 @@ class _Tensors:
         names: What the tensors are called in the checkpoint.
     """
 
-    def __init__(self, folder: Location, metadata: Metadata, names: dict[TensorStub, str]) -> None:
+    def __init__(self, folder: Place, metadata: Metadata, names: dict[TensorStub, str]) -> None:
         self._folder = folder
         self._metadata = metadata
         self._names = names

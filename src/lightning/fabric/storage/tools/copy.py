@@ -4,9 +4,9 @@ import os
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 
-from lightning.fabric.storage.paths.filesystem import is_file, kind, shares_names, sizes_of_files
 from lightning.fabric.storage.paths.layout import MARKS, METADATA
-from lightning.fabric.storage.paths.location import Location, beside, join, locate
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.paths.remove import remove_file, remove_folder, remove_names
 from lightning.fabric.storage.paths.replace import remove_leftovers, replace_by_folder
 from lightning.fabric.storage.save_report import timed
@@ -28,21 +28,21 @@ def duplicate(source: str | os.PathLike[str], target: str | os.PathLike[str]) ->
     """
     place, copy = locate(source), locate(target)
     with timed("Copied", copy):
-        if kind(place) == "directory" or (shares_names(place) and METADATA in sizes_of_files(place)):
+        if place.kind() == "directory" or (place.shares_names() and METADATA in place.sizes_of_files()):
             _copy_folder(place, copy)
         else:
             copy_file(place, copy)
-            if shares_names(copy):
+            if copy.shares_names():
                 with questions_named(copy, "remove"):
                     remove_folder(copy)
         remove_leftovers(copy)
 
 
-def _copy_folder(source: Location, target: Location) -> None:
-    names = list(sizes_of_files(source))
-    in_the_way = not shares_names(target) and is_file(target)
-    folder = beside(target, f".{secrets.token_hex(6)}.new") if in_the_way else target
-    before = {} if in_the_way else sizes_of_files(target)
+def _copy_folder(source: Place, target: Place) -> None:
+    names = list(source.sizes_of_files())
+    in_the_way = not target.shares_names() and target.is_file()
+    folder = target.beside(f".{secrets.token_hex(6)}.new") if in_the_way else target
+    before = {} if in_the_way else target.sizes_of_files()
     shards = [name for name in names if name not in MARKS]
     if not before.keys().isdisjoint(shards):  # not ours, which have other names each time: no checkpoint may mix them
         with questions_named(folder, "remove"):
@@ -52,28 +52,28 @@ def _copy_folder(source: Location, target: Location) -> None:
         _copy_files(source, folder, shards)
         for mark in [mark for mark in MARKS if mark in names]:  # in this order: the first one makes it a checkpoint
             tried += 1
-            copy_file(join(source, mark), join(folder, mark))
+            copy_file(source / mark, folder / mark)
     except BaseException as error:
         if in_the_way:
             remove_folder(folder)
         elif tried == 0 or (tried == 1 and isinstance(error, PermissionError)):
             # else .metadata may name them, be it only when a request ends that nobody waits for any more
-            remove_names(folder, [name for name in sizes_of_files(folder) if name not in before and name in shards])
+            remove_names(folder, [name for name in folder.sizes_of_files() if name not in before and name in shards])
         raise
     if in_the_way:
         replace_by_folder(folder, target)
         return
     with questions_named(target, "remove"):
         remove_names(target, [name for name in before if name not in names])
-        if shares_names(target):
+        if target.shares_names():
             remove_file(target)
 
 
-def _copy_files(source: Location, folder: Location, names: list[str]) -> None:
+def _copy_files(source: Place, folder: Place, names: list[str]) -> None:
     def copy(name: str) -> None:
-        copy_file(join(source, name), join(folder, name))
+        copy_file(source / name, folder / name)
 
-    if not shares_names(folder):  # its client may have one connection, which threads cannot share
+    if not folder.shares_names():  # its client may have one connection, which threads cannot share
         for name in names:
             copy(name)
         return

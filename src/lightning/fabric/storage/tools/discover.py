@@ -5,12 +5,11 @@ import re
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from lightning.fabric.storage.archives.load import ARCHIVE
-from lightning.fabric.storage.paths.filesystem import filesystem, infos_inside, is_file, kind, list_names, modified
 from lightning.fabric.storage.paths.layout import METADATA, SHARD_FOLDER_PART, is_shard_folder
-from lightning.fabric.storage.paths.location import Location, display, join, locate
+from lightning.fabric.storage.paths.location import AnyPath, locate
+from lightning.fabric.storage.paths.place import LocalPlace, Place
 from lightning.fabric.storage.sharded.metadata_file import read_metadata
 from lightning.fabric.storage.transport.errors import questions_named
 from lightning.fabric.storage.transport.open import open_reader
@@ -25,7 +24,7 @@ _NUMBER = re.compile(r"([0-9]+)")
 _SIDE_NAME = re.compile(r"\..*|.+\.[0-9a-f]{12}\.(?:old|new)")
 
 
-def why_incomplete(path: _PATH) -> str | None:
+def why_incomplete(path: AnyPath) -> str | None:
     """Says what is missing of the checkpoint at ``path``, or None if it is complete.
 
     A folder that is no sharded checkpoint of FSDP or ModelParallel, but what another strategy or plugin saves, is not
@@ -34,16 +33,16 @@ def why_incomplete(path: _PATH) -> str | None:
     Raises:
         OSError: The store did not answer the question.
     """
-    location = locate(path)
+    place = locate(path)
     try:
-        read_metadata(location)  # of a file and a folder of one name, the folder counts if it is complete
+        read_metadata(place)  # of a file and a folder of one name, the folder counts if it is complete
     except FileNotFoundError as error:
-        found = kind(location)
+        found = place.kind()
         if found == "nothing":
-            return f"there is no {display(location)}"
+            return f"there is no {place}"
         if found == "file":
-            return _why_truncated(location)
-        return None if _is_of_another_kind(list_names(location)) else str(error)
+            return _why_truncated(place)
+        return None if _is_of_another_kind(place.list_names()) else str(error)
     return None
 
 
@@ -51,36 +50,36 @@ def _is_of_another_kind(names: list[str]) -> bool:
     return not all(map(SHARD_FOLDER_PART.fullmatch, names)) and not any(map(_LIGHTNINGS.fullmatch, names))
 
 
-def _why_truncated(location: Location) -> str | None:
-    with open_reader(location) as file:
+def _why_truncated(place: Place) -> str | None:
+    with open_reader(place) as file:
         start = file.read(len(ARCHIVE))
         if not start:
-            return f"{display(location)} is empty"
+            return f"{place} is empty"
         if start == ARCHIVE and not zipfile.is_zipfile(file):
-            return f"{display(location)} is cut off: it has no directory of records at its end"
+            return f"{place} is cut off: it has no directory of records at its end"
     return None
 
 
-def names_in(folder: _PATH) -> list[str]:
+def names_in(folder: AnyPath) -> list[str]:
     """The names of what is right inside a folder, files and folders; none if there is no folder.
 
     Raises:
         OSError: The store did not answer.
     """
-    location = locate(folder)
+    place = locate(folder)
     try:
-        with questions_named(location):
-            return list_names(location)
+        with questions_named(place):
+            return place.list_names()
     except FileNotFoundError:
         return []
 
 
 def paths_in(folder: _PATH) -> list[str]:
     """As :func:`names_in`, the whole paths: absolute ones, or URLs."""
-    location = locate(folder)
-    if isinstance(location, Path):
-        location = Path(os.path.abspath(location))
-    return [os.fspath(join(location, name)) for name in names_in(folder)]
+    place = locate(folder)
+    if place.is_local:  # as texts, these are compared with others
+        place = LocalPlace(os.path.abspath(place.raw))
+    return [(place / name).raw for name in names_in(place)]
 
 
 def times_of_complete(candidates: Iterable[str], at_path: bool = True, warn: bool = True) -> dict[str, float]:
@@ -104,14 +103,14 @@ def times_of_complete(candidates: Iterable[str], at_path: bool = True, warn: boo
     times = {}
     for path in sorted(candidates, key=_version, reverse=True):
         if not at_path:
-            if found := [modified(locate(other)) for other in _with_more_names(path)]:
+            if found := [locate(other).modified() for other in _with_more_names(path)]:
                 times[path] = max(found)
             continue
-        location = locate(path)
-        if kind(location) == "nothing" or not _is_complete(path, warn):
+        place = locate(path)
+        if place.kind() == "nothing" or not _is_complete(path, warn):
             continue
-        commit = join(location, METADATA)
-        times[path] = modified(commit if is_file(commit) else location)
+        commit = place / METADATA
+        times[path] = (commit if commit.is_file() else place).modified()
     return times
 
 
@@ -154,12 +153,12 @@ def newest_complete_version(folder: _PATH, at_path: bool = True) -> int | None:
         FileNotFoundError: There are some, but none is complete. A job does not start anew over them.
         OSError: The store did not answer.
     """
-    location = locate(folder)
+    place = locate(folder)
     if not at_path:
         return largest_version(folder, _HPC_NAME)
     incomplete = []
     for version in sorted(_versions(names_in(folder), _HPC_NAME), reverse=True):
-        path = join(location, f"{_HPC_NAME}{version}.ckpt")
+        path = place / f"{_HPC_NAME}{version}.ckpt"
         if _is_complete(path):
             return version
         incomplete.append(path)
@@ -167,7 +166,7 @@ def newest_complete_version(folder: _PATH, at_path: bool = True) -> int | None:
         why = str(why_incomplete(incomplete[0])).rstrip(".")
         raise FileNotFoundError(
             f"There is no complete checkpoint of SLURM's to go on from: {why}. To start from scratch all the same, move"
-            f" what is called {_HPC_NAME}N.ckpt away from {display(location)}; else give the path of a checkpoint as"
+            f" what is called {_HPC_NAME}N.ckpt away from {place}; else give the path of a checkpoint as"
             " `ckpt_path`."
         )
     return None
@@ -188,19 +187,19 @@ def _versions(names: Iterable[str], start: str) -> set[int]:
     return {int(match[1]) for match in found if match is not None}
 
 
-def _is_complete(path: _PATH, warn: bool = True) -> bool:
+def _is_complete(path: AnyPath, warn: bool = True) -> bool:
     why = why_incomplete(path)
     if why is not None and warn:
         warn_of_skipped(path, why)
     return why is None
 
 
-def warn_of_skipped(path: _PATH, why: str) -> None:
+def warn_of_skipped(path: AnyPath, why: str) -> None:
     """Warns that a checkpoint is not gone on from, for it is not complete."""
-    rank_zero_warn(f"Skipping the checkpoint {display(os.fspath(path))!r}, which is not complete: {why}")
+    rank_zero_warn(f"Skipping the checkpoint {locate(path)!r}, which is not complete: {why}")
 
 
-def checkpoints_below(folder: Location) -> list[Location]:
+def checkpoints_below(folder: Place) -> list[Place]:
     """The checkpoints in a folder and in its folders: shards, whatever they are called, and all that is ``*.ckpt``.
 
     What several links lead to is there once, under its own name if that is in the folder too.
@@ -208,40 +207,28 @@ def checkpoints_below(folder: Location) -> list[Location]:
     Raises:
         OSError: The store did not answer.
     """
-    found = list(_checkpoints_below(folder, frozenset([os.path.realpath(folder)])))
-    if not isinstance(folder, Path):
-        return found
-    root = Path(os.path.realpath(folder))
-    real = {place: Path(os.path.realpath(place)) for place in map(Path, found)}
-    by_links_first = sorted(real, key=lambda place: root / place.relative_to(folder) == real[place])
-    names = {real[place]: place for place in by_links_first}
+    root = folder.real()
+    real = {place: place.real() for place in _checkpoints_below(folder, frozenset([root]))}
+    own = {place: (root / os.path.relpath(place.raw, folder.raw)) == real[place] for place in real}
+    names = {real[place]: place for place in sorted(real, key=own.__getitem__)}  # the last one stays
     return [place for place in real if names[real[place]] == place]
 
 
-def _checkpoints_below(folder: Location, above: frozenset[str]) -> Iterator[Location]:
+def _checkpoints_below(folder: Place, above: frozenset[Place]) -> Iterator[Place]:
     # ``above``: the folders around, to which links may lead back
-    names = _names_and_types(folder)
+    names: dict[str, set[str]] = defaultdict(set)
+    with questions_named(folder):
+        for entry in folder.entries():
+            names[entry.name].add(entry.kind)
     if is_shard_folder(names):
         yield folder
         return
-    for name, types in sorted(names.items()):
-        place = join(folder, name)
-        real = os.path.realpath(place) if isinstance(place, Path) else place
+    for name, kinds in sorted(names.items()):
+        place = folder / name
+        real = place.real()
         if _SIDE_NAME.fullmatch(name) or real in above:
             continue
-        inside = list(_checkpoints_below(place, above | {real})) if "directory" in types else []
-        if name.endswith(".ckpt") and place not in inside and ("file" in types or not inside):
+        inside = list(_checkpoints_below(place, above | {real})) if "directory" in kinds else []
+        if name.endswith(".ckpt") and place not in inside and ("file" in kinds or not inside):
             yield place  # on an object store there can be both
         yield from inside
-
-
-def _names_and_types(folder: Location) -> dict[str, set[str]]:
-    """What is right inside a folder. A link is what it leads to, or a file."""
-    if isinstance(folder, Path):
-        with os.scandir(folder) as entries:
-            return {entry.name: {"directory" if entry.is_dir() else "file"} for entry in entries}
-    types: dict[str, set[str]] = defaultdict(set)
-    with questions_named(folder):
-        for name, info in infos_inside(*filesystem(folder)):
-            types[name].add("directory" if info["type"] == "directory" else "file")
-    return types

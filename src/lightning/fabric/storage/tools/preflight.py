@@ -2,14 +2,13 @@
 
 import os
 from concurrent.futures import wait
-from pathlib import Path
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning.fabric.storage.paths.filesystem import filesystem, has_folders, lacks_bucket, list_names, names_inside
+from lightning.fabric.storage.paths.filesystem import has_folders, names_inside
 from lightning.fabric.storage.paths.hints import about_bucket
-from lightning.fabric.storage.paths.location import display, locate
+from lightning.fabric.storage.paths.location import AnyPath, locate
 from lightning.fabric.storage.transport.errors import questions_named
 from lightning.fabric.storage.transport.refusals import lacks_permission
 from lightning.fabric.storage.transport.retry import chain, have_expired, is_transient, status_of
@@ -22,8 +21,8 @@ SWITCH = "LIGHTNING_LOOK_AT_STORES"
 LIMIT_S = 30.0
 
 
-def has_checkpoints(folder: str | os.PathLike[str]) -> bool:
-    """Whether there is anything in a folder for checkpoints; the one request for that shows whether the store is there.
+def has_checkpoints(folder: AnyPath) -> bool:
+    """Tells whether a folder for checkpoints has anything in it, with one request, which shows if the store is there.
 
     A store that refuses the listing alone may still be written to, and one that is too busy will be: they are warned
     of, and nothing is found.
@@ -32,24 +31,22 @@ def has_checkpoints(folder: str | os.PathLike[str]) -> bool:
         FileNotFoundError: There is no such bucket.
         OSError: The store is not there, or refuses the credentials.
     """
-    location = locate(folder)
-    if isinstance(location, Path):
-        return location.is_dir() and bool(list_names(location))
-    fs, path = filesystem(location)
+    place = locate(folder)
+    if place.is_local:  # which needs none of what follows
+        return place.kind() == "directory" and bool(place.list_names())
+    fs, path = place.resolve()
     if os.environ.get(SWITCH) == "0" and not isinstance(fs, MemoryFileSystem):
         return False
     try:
-        with questions_named(location):
+        with questions_named(place):
             listing = in_thread("checkpoint-look", _has_entries, fs, path)
             if not wait([listing], LIMIT_S).done:
                 raise TimeoutError(f"no answer in {LIMIT_S:.0f} s")
             return listing.result()
     except (FileNotFoundError, NotADirectoryError) as error:
         says = any("NoSuchBucket" in str(cause) for cause in chain(error))
-        if says or (_tells_nothing_of_buckets(fs) and lacks_bucket(location)):
-            raise FileNotFoundError(
-                f"Checkpoints cannot be saved to {display(location)}. {about_bucket(location)}."
-            ) from None
+        if says or (_tells_nothing_of_buckets(fs) and place.lacks_bucket()):
+            raise FileNotFoundError(f"Checkpoints cannot be saved to {place}. {about_bucket(place.raw)}.") from None
         return False
     except OSError as error:
         is_busy = is_transient(error) and any(status_of(cause) for cause in chain(error)) and not have_expired(error)

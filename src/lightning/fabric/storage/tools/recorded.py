@@ -3,14 +3,13 @@
 Their places may be of any time: on hosts that are gone, or of protocols for which there is no client any more.
 """
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import wait
-from pathlib import Path
 
-from lightning.fabric.storage.paths.filesystem import filesystem, infos_inside, is_object_store
-from lightning.fabric.storage.paths.location import Location, display, locate
+from lightning.fabric.storage.paths.filesystem import is_object_store
+from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.tools.discover import why_incomplete
 from lightning.fabric.storage.transport.errors import questions_named
 from lightning.fabric.storage.transport.threads import in_thread
@@ -35,15 +34,14 @@ def why_lost(paths: Iterable[str]) -> dict[str, Answer]:
     """
     paths = list(paths)
     answers: dict[str, Answer] = {}
-    stores: dict[str, dict[str, list[str]]] = {}
+    stores: dict[str, dict[Place, list[str]]] = {}
     for path in paths:
         try:
-            location = locate(path)
+            place = locate(path)
         except ValueError as error:
             answers[path] = error
             continue
-        folder = os.path.dirname(os.path.abspath(location) if isinstance(location, Path) else location)
-        stores.setdefault(_store(location), {}).setdefault(folder, []).append(path)
+        stores.setdefault(_store(place), {}).setdefault(place.parent, []).append(path)
     waiting = {in_thread("lightning-look", _look, folders, answers) for folders in stores.values()}
     known = -1
     while waiting and len(answers) > known:
@@ -55,13 +53,13 @@ def why_lost(paths: Iterable[str]) -> dict[str, Answer]:
     return {path: told[path] for path in paths}
 
 
-def _store(location: Location) -> str:
-    """What is asked about in one thread: protocol, host and bucket of a URL."""
-    found = None if isinstance(location, Path) else re.match(r"[^/]*//[^/]*", location)
+def _store(place: Place) -> str:
+    """Returns what is asked about in one thread: protocol, host and bucket of a URL."""
+    found = re.match(r"[^/]+//[^/]*", place.raw)
     return found[0] if found else ""
 
 
-def _look(folders: dict[str, list[str]], answers: dict[str, Answer]) -> None:
+def _look(folders: dict[Place, list[str]], answers: dict[str, Answer]) -> None:
     """Finds answers about the checkpoints in the folders of one store."""
     unread: list[str] = []
     error: Exception | None = None
@@ -77,39 +75,36 @@ def _look(folders: dict[str, list[str]], answers: dict[str, Answer]) -> None:
         thread.result()
 
 
-def _can_ask_together(location: Location) -> bool:
-    return isinstance(location, Path) or is_object_store(filesystem(location)[0])
+def _can_ask_together(place: Place) -> bool:
+    return place.is_local or is_object_store(place.resolve()[0])
 
 
-def _list(folder: str, paths: list[str], answers: dict[str, Answer], unread: list[str]) -> Exception | None:
+def _list(folder: Place, paths: list[str], answers: dict[str, Answer], unread: list[str]) -> Exception | None:
     """Answers what a listing of ``folder`` tells, adds the rest to ``unread``, and returns what has failed."""
     try:
-        found = _whole_files(locate(folder))
+        found = _whole_files(folder)
     except Exception as error:
         answers.update(dict.fromkeys(paths, error))
         return error
     for path in paths:
-        location = locate(path)
-        name = location.name if isinstance(location, Path) else location.rpartition("/")[2]
-        if name not in found:
-            answers[path] = f"there is no {display(location)}"
-        elif found[name]:
+        place = locate(path)
+        if place.name not in found:
+            answers[path] = f"there is no {place}"
+        elif found[place.name]:
             answers[path] = None
         else:
             unread.append(path)
     return None
 
 
-def _whole_files(folder: Location) -> dict[str, bool]:
+def _whole_files(folder: Place) -> dict[str, bool]:
     """The names in a folder, and whether each is a file of which nothing need be read."""
     try:
-        if isinstance(folder, Path):
-            return dict.fromkeys(os.listdir(folder), False)
         whole: dict[str, bool] = {}
         with questions_named(folder):
-            for name, info in infos_inside(*filesystem(folder)):
+            for name, kind, size in folder.entries():  # which tell no size of local files
                 # of a file and a folder of one name, the folder counts if it is complete
-                whole[name] = whole.get(name, True) and info.get("type") == "file" and bool(info.get("size"))
+                whole[name] = whole.get(name, True) and kind == "file" and bool(size)
         return whole
     except (FileNotFoundError, NotADirectoryError):
         return {}

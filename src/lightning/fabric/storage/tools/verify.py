@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +16,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from lightning.fabric.storage.archives.archive_reader import Wrong, Zipped
 from lightning.fabric.storage.archives.magic_bytes import START, why_no_checkpoint
-from lightning.fabric.storage.paths.filesystem import kind, missing
 from lightning.fabric.storage.paths.layout import METADATA, STOCK_META
-from lightning.fabric.storage.paths.location import Location, display, join
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.sharded.checksums import Record, records_of
 from lightning.fabric.storage.sharded.metadata_check import contradictions
 from lightning.fabric.storage.strategies.checkpoints import find_checkpoint
@@ -69,60 +67,60 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def verify(location: Location) -> Result:
+def verify(place: Place) -> Result:
     """Checks a checkpoint: a folder of shards, or a file.
 
     Args:
-        location: Of the folder or the file.
+        place: Of the folder or the file.
 
     Raises:
         NoCheckpoint: The folder is none, not even a part of one.
         FileNotFoundError: There is nothing.
         OSError: The store did not answer, or refused. Its client may raise errors of its own.
     """
-    log.info(f"Verifying {display(location)}")
-    if _is_nothing(location):
-        if isinstance(location, Path) and location.is_symlink():
-            return Result([f"{location} is a link to {os.readlink(location)}, where there is nothing"])
-        raise FileNotFoundError(f"There is nothing at {missing(location)}")
+    log.info(f"Verifying {place}")
+    if _is_nothing(place):
+        if place.is_broken_link():
+            return Result([f"{place} is a link to {os.readlink(place.raw)}, where there is nothing"])
+        raise FileNotFoundError(f"There is nothing at {place}. {place.advice_if_missing()}.")
     try:
-        found = find_checkpoint(location)
+        found = find_checkpoint(place)
     except _CANNOT_TELL:
         raise
     except OSError as error:  # it is incomplete, or .metadata is damaged
         return Result([str(error)])
     result = Result()
     if found.metadata is not None:
-        _check_folder(location, found.metadata, result)
+        _check_folder(place, found.metadata, result)
     elif found.is_full:
-        _check_file(location, result, partial(_check_full, location, result))
+        _check_file(place, result, partial(_check_full, place, result))
     else:
-        raise NoCheckpoint(f"There is no checkpoint in the folder {display(location)}")
+        raise NoCheckpoint(f"There is no checkpoint in the folder {place}")
     return result
 
 
-def verify_one_of_many(location: Location) -> Result:
+def verify_one_of_many(place: Place) -> Result:
     """As :func:`verify`, of what :func:`~lightning.fabric.storage.tools.discover.checkpoints_below` has found."""
     try:
-        return verify(location)
+        return verify(place)
     except NoCheckpoint:
-        why = why_incomplete(location)
+        why = why_incomplete(place)
         if why is None:
             raise
         return Result([why])
 
 
-def _is_nothing(location: Location) -> bool:
+def _is_nothing(place: Place) -> bool:
     try:
-        with questions_named(location):
-            return kind(location) == "nothing"
+        with questions_named(place):
+            return place.kind() == "nothing"
     except PermissionError:  # there are roles that may read, but not list
         return False
 
 
-def _check_folder(location: Location, metadata: Metadata, result: Result) -> None:
-    _check_file(join(location, METADATA), result, lambda source: [])  # it has been, when it was read
-    told = display(join(location, METADATA))
+def _check_folder(place: Place, metadata: Metadata, result: Result) -> None:
+    _check_file(place / METADATA, result, lambda source: [])  # it has been, when it was read
+    told = place / METADATA
     result.problems += [f"{told} {wrong}" for wrong in islice(contradictions(metadata), _MOST)]
     infos: dict[str, dict[int, tuple[str, Any]]] = {}  # of each file, with names, by offset
     for index, info in metadata.storage_data.items():
@@ -132,19 +130,19 @@ def _check_folder(location: Location, metadata: Metadata, result: Result) -> Non
         result.verdict = "saved without checksums; those of the archives in it (CRC-32) are right"
         expected = _tensors(metadata)
         for name, of_file in sorted(infos.items()):
-            _check_file(join(location, name), result, partial(_check_records, of_file, expected, result))
-        _check_file(join(location, STOCK_META), result, lambda source: _check_archive(source, result))
+            _check_file(place / name, result, partial(_check_records, of_file, expected, result))
+        _check_file(place / STOCK_META, result, lambda source: _check_archive(source, result))
         return
     for name, described in sorted(ours["files"].items()):
-        _check_file(join(location, name), result, partial(_check_blocks, described, infos.get(name, {})))
+        _check_file(place / name, result, partial(_check_blocks, described, infos.get(name, {})))
     if ours["meta"] is not None:
-        _check_stock_meta(join(location, STOCK_META), ours["files"][ours["meta"]], result)
+        _check_stock_meta(place / STOCK_META, ours["files"][ours["meta"]], result)
 
 
-def _check_stock_meta(location: Location, described: dict[str, Any], result: Result) -> None:
+def _check_stock_meta(place: Place, described: dict[str, Any], result: Result) -> None:
     """Checks the copy of a file of ours that stock Lightning reads."""
     found = Result()
-    _check_file(location, found, partial(_check_blocks, described, {}))
+    _check_file(place, found, partial(_check_blocks, described, {}))
     result.files += found.files
     result.nbytes += found.nbytes
     whose = "(stock Lightning reads this file, this library does not)"
@@ -163,16 +161,16 @@ def _tensors(metadata: Metadata) -> dict[tuple[str, int], tuple[torch.dtype, tup
     return tensors
 
 
-def _check_file(location: Location, result: Result, check: Callable[[Source], Iterable[Wrong]]) -> None:
+def _check_file(place: Place, result: Result, check: Callable[[Source], Iterable[Wrong]]) -> None:
     """Opens a file, and adds to the result what ``check`` finds."""
     try:
-        source = open_source(location)
+        source = open_source(place)
         try:
             result.files += 1
             result.nbytes += source.size
             for start, stop, name, reason in _merged(check(source)):
                 whose = f" of {name!r}" if name else ""
-                result.problems.append(f"{display(location)}: bytes {start} to {stop}{whose} {reason}")
+                result.problems.append(f"{place}: bytes {start} to {stop}{whose} {reason}")
             source.check()
         finally:
             source.close()
@@ -195,14 +193,14 @@ def _merged(found: Iterable[Wrong]) -> Iterator[Wrong]:
         yield last
 
 
-def _check_full(location: Location, result: Result, source: Source) -> list[Wrong]:
+def _check_full(place: Place, result: Result, source: Source) -> list[Wrong]:
     start = bytearray(min(START, source.size))
     if start:
         source.read_into(0, memoryview(start))
     why = why_no_checkpoint(bytes(start))
     if why is None:
         return _check_archive(source, result)
-    result.problems.append(f"{display(location)} is no checkpoint: {why}")
+    result.problems.append(f"{place} is no checkpoint: {why}")
     return []
 
 

@@ -3,12 +3,11 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from lightning.fabric.storage.paths.credentials import place_of
-from lightning.fabric.storage.paths.filesystem import filesystem, lacks_bucket
 from lightning.fabric.storage.paths.hints import about_bucket, about_endpoint, about_expiry
-from lightning.fabric.storage.paths.location import Location, display, display_about
+from lightning.fabric.storage.paths.place import Place
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport import multipart
 from lightning.fabric.storage.transport.refusals import about_refusal, lacks_credentials
 from lightning.fabric.storage.transport.retry import attempts_of, chain, have_expired, is_transient, status_of
@@ -27,35 +26,35 @@ _KINDS_BY_STATUS = {401: PermissionError, 403: PermissionError, 404: FileNotFoun
 
 
 @contextmanager
-def failures_named(verb: str, location: Location) -> Iterator[None]:
-    """For a body that does something with the file at ``location``: its errors name that, see :func:`failure`."""
+def failures_named(verb: str, place: Place) -> Iterator[None]:
+    """For a body that does something with the file at ``place``: its errors name that, see :func:`failure`."""
     with context_kept():
         try:
             yield
         except Exception as error:
-            raise failure(verb, location, error) from unexplained(error)
+            raise failure(verb, place, error) from unexplained(error)
 
 
 @contextmanager
-def questions_named(location: Location, verb: str = "look at") -> Iterator[None]:
-    """For a body that asks what is at ``location``: its errors name that, unless they say that nothing is there."""
+def questions_named(place: Place, verb: str = "look at") -> Iterator[None]:
+    """For a body that asks what is at ``place``: its errors name that, unless they say that nothing is there."""
     with context_kept():
         try:
             yield
         except (FileNotFoundError, NotADirectoryError, ImportError, ValueError, NotImplementedError):
             raise
         except Exception as error:
-            if isinstance(location, Path):
+            if place.is_local:
                 raise
-            raise failure(verb, location, error) from unexplained(error)
+            raise failure(verb, place, error) from unexplained(error)
 
 
-def failure(verb: str, location: Location, cause: BaseException) -> OSError:
+def failure(verb: str, place: Place, cause: BaseException) -> OSError:
     """Returns the error that names the place, the reason and, where something can be done, what.
 
     Args:
         verb: The action that failed, such as "read".
-        location: The place.
+        place: The place.
         cause: The error of a client or of the system.
     """
     status = next((status for error in chain(cause) if (status := status_of(error)) is not None), 0)
@@ -63,17 +62,17 @@ def failure(verb: str, location: Location, cause: BaseException) -> OSError:
     kind: type[OSError] = next((kind for kind in _KINDS if isinstance(cause, kind)), by_status)
     if status == _UNKNOWN_METHOD:
         kind = OSError  # which s3fs takes for a lack of permission
-    reason = display_about(str(cause), location).rstrip(".")
+    reason = redact(str(cause), place.raw).rstrip(".")
     if not isinstance(cause, OSError) or not reason:
         reason = f"{type(cause).__name__}: {reason}"
     if attempts_of(cause):
-        reason += f" ({display(attempts_of(cause))})"
+        reason += f" ({redact(attempts_of(cause))})"
     end = ". What was there before, if anything, is unchanged." if verb == "write" else "."
     if multipart.has_unknown_outcome(cause):
         end = (
             ". It may have been written all the same: look at what is there. It is whole, be it the old one or the new."
         )
-    failure = kind(f"Could not {verb} {display(location)}: {reason}{end}{_advice(verb, kind, location, cause)}")
+    failure = kind(f"Could not {verb} {place}: {reason}{end}{_advice(verb, kind, place, cause)}")
     failure.errno = getattr(cause, "errno", None)
     return failure
 
@@ -86,18 +85,18 @@ def unexplained(cause: BaseException) -> BaseException | None:
     return cause if type(cause).__module__ == "builtins" and not isinstance(cause, OSError) else None
 
 
-def _advice(verb: str, kind: type[OSError], location: Location, cause: BaseException) -> str:
+def _advice(verb: str, kind: type[OSError], place: Place, cause: BaseException) -> str:
     """Advice, where the cause is not a passing one, or one of this machine's."""
-    if isinstance(location, Path):
+    if place.is_local:
         return ""
     if have_expired(cause):
-        return about_expiry(location, place_of(filesystem(location)[0]))
+        return about_expiry(place.raw, place_of(place.resolve()[0]))
     if kind is PermissionError or lacks_credentials(cause):
-        return about_refusal(location, verb, cause)
+        return about_refusal(place, verb, cause)
     if kind is FileNotFoundError:
-        return f" {about_bucket(location)}." if lacks_bucket(location) else ""
+        return f" {about_bucket(place.raw)}." if place.lacks_bucket() else ""
     if is_transient(cause) and not any(status_of(error) for error in chain(cause)):
-        return about_endpoint(location)
+        return about_endpoint(place.raw)
     return ""
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 
-from lightning.fabric.storage.paths.location import display
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport.refusals import lacks_permission
 from lightning.fabric.storage.transport.threads import Call
 
@@ -134,7 +134,7 @@ def leave_unmarked(fs: AbstractFileSystem, reason: BaseException) -> None:
     if takes_metadata(fs):
         fs.__dict__["_refuses_metadata"] = True
         log.info(
-            f"A store of {type(fs).__name__} takes no metadata ({display(str(reason))}): if the answer to the last"
+            f"A store of {type(fs).__name__} takes no metadata ({redact(str(reason))}): if the answer to the last"
             " request of an upload is lost, nothing will tell whether that was committed."
         )
 
@@ -161,7 +161,7 @@ def take_back(fs: AsyncFileSystem, request: Coroutine[Any, Any, Any], path: str)
 
 def warn_of_unfinished(path: str, reason: BaseException | None = None) -> None:
     """Logs that an upload could not be aborted."""
-    because = f" ({display(f'{type(reason).__name__}: {reason}')})" if reason is not None else ""
+    because = f" ({redact(f'{type(reason).__name__}: {reason}')})" if reason is not None else ""
     wanted = ""
     if reason is not None and lacks_permission(reason):
         wanted = " Grant the permission `s3:AbortMultipartUpload`, or Google's `storage.multipartUploads.abort`."

@@ -7,7 +7,6 @@ goes through the fsspec client of the store.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from threading import BoundedSemaphore
 from typing import IO, cast
 
@@ -15,8 +14,8 @@ from fsspec import AbstractFileSystem
 from typing_extensions import override
 
 from lightning.fabric.storage.paths.credentials import keep_current
-from lightning.fabric.storage.paths.filesystem import filesystem, has_folders, is_object_store, is_zonal, kind_of
-from lightning.fabric.storage.paths.location import Location, display
+from lightning.fabric.storage.paths.filesystem import has_folders, is_object_store, is_zonal, kind_of
+from lightning.fabric.storage.paths.place import LocalPlace, Place
 from lightning.fabric.storage.save_report import note_unknown_retries, writing
 from lightning.fabric.storage.transport import multipart, progress
 from lightning.fabric.storage.transport.backends import (
@@ -41,18 +40,18 @@ _NO_SUCH_RANGE = 416
 
 @contextmanager
 def open_writer(
-    location: Location,
+    place: Place,
     lean: bool = False,
     files: int = 1,
     idle: Callable[[], None] = lambda: None,
     disposable: bool = False,
 ) -> Iterator[Sink]:
-    """A file to write to, which becomes the file at ``location`` when the context ends without an exception.
+    """A file to write to, which becomes the file at ``place`` when the context ends without an exception.
 
     Whatever happens before that, ``KeyboardInterrupt`` included, leaves the previous file as it was.
 
     Args:
-        location: The place of the file. Missing folders are made.
+        place: The place of the file. Missing folders are made.
         lean: Use less than 256 MiB of memory, whatever the size of the file. Else speed comes first: parts are
             larger, and stores that are fast only when they are given all of an object at once (GCS and Azure without
             obstore) are.
@@ -68,7 +67,7 @@ def open_writer(
     sink = callers = None
     with context_kept():
         try:
-            with uploading(_backend(location, lean, files, disposable), idle) as sink, writing(sink):
+            with uploading(_backend(place, lean, files, disposable), idle) as sink, writing(sink):
                 try:
                     yield sink
                 except Exception as error:
@@ -83,15 +82,15 @@ def open_writer(
                 raise cause from None
             if not isinstance(cause, Exception):
                 raise cause from None  # an interruption, which torch shows as an error of its own
-            raise failure("write", location, cause) from unexplained(cause)
+            raise failure("write", place, cause) from unexplained(cause)
 
 
-def _backend(location: Location, lean: bool, files: int, disposable: bool) -> UploadBackend:
-    if isinstance(location, Path):
-        return local.LocalUpload(location)
-    fs, path = filesystem(location)
+def _backend(place: Place, lean: bool, files: int, disposable: bool) -> UploadBackend:
+    if isinstance(place, LocalPlace):  # each backend takes what it works with: a path, or a file system and a path
+        return local.LocalUpload(place.path)
+    fs, path = place.resolve()
     if not has_folders(fs) and "/" not in path.strip("/"):
-        raise ValueError(f"{display(location)} is a bucket, and not a place in one")
+        raise ValueError(f"{place} is a bucket, and not a place in one")
     parts = multipart.Parts.of(fs, lean, files)
     if is_object_store(fs):
         note_unknown_retries()
@@ -109,8 +108,8 @@ def _client_backend(fs: AbstractFileSystem, path: str, lean: bool, parts: multip
     return fsspec.client_upload(fs, path, lean, parts)
 
 
-def open_reader(location: Location) -> IO[bytes]:
-    """The file at ``location``, to read from and seek in: a :class:`RangedFile`, unless it is a local file.
+def open_reader(place: Place) -> IO[bytes]:
+    """The file at ``place``, to read from and seek in: a :class:`RangedFile`, unless it is a local file.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -118,14 +117,14 @@ def open_reader(location: Location) -> IO[bytes]:
         OSError: The store did not answer, or refused. Reads raise it as well, also when the file is not what it was
             when it was opened.
     """
-    if isinstance(location, Path):
-        return open(location, "rb")
-    return cast(IO[bytes], RangedFile(open_source(location)))
+    if place.is_local:
+        return open(place.raw, "rb")
+    return cast(IO[bytes], RangedFile(open_source(place)))
 
 
 @context_kept()
-def open_source(location: Location) -> Source:
-    """The file at ``location``, whose ranges can be read in any order, into memory that the caller has.
+def open_source(place: Place) -> Source:
+    """The file at ``place``, whose ranges can be read in any order, into memory that the caller has.
 
     What fails for a moment is tried again. Close it when no read goes on any more.
 
@@ -134,22 +133,22 @@ def open_source(location: Location) -> Source:
         IsADirectoryError: There is a folder.
         OSError: It could not be opened. The source's methods raise it as well. The message names the file.
     """
-    open_it = _opener(location)
+    open_it = _opener(place)
     try:
-        return _Named(location, open_it())
+        return _Named(place, open_it())
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"There is no file {display(location)}") from error
+        raise FileNotFoundError(f"There is no file {place}") from error
     except IsADirectoryError as error:
-        raise IsADirectoryError(f"{display(location)} is a folder") from error
+        raise IsADirectoryError(f"{place} is a folder") from error
     except Exception as error:
-        raise failure("read", location, error) from unexplained(error)
+        raise failure("read", place, error) from unexplained(error)
 
 
-def _opener(location: Location) -> Callable[[], Source]:
+def _opener(place: Place) -> Callable[[], Source]:
     """Returns what opens it; an unknown protocol, or a missing client library, is an error before that."""
-    if isinstance(location, Path):
-        return partial(local.LocalSource, location)
-    fs, path = filesystem(location)
+    if isinstance(place, LocalPlace):  # as in _backend
+        return partial(local.LocalSource, place.path)
+    fs, path = place.resolve()
     keep_current(fs, connect=True)
     native = native_store(fs, path, reading=True)
     if native is None and not is_zonal(fs, path):
@@ -175,18 +174,18 @@ def _opener(location: Location) -> Callable[[], Source]:
 class _Named(Source):
     """A source whose errors name the file, and which tries again what fails for a moment."""
 
-    def __init__(self, location: Location, source: Source) -> None:
-        self._location = location
+    def __init__(self, place: Place, source: Source) -> None:
+        self._place = place
         self._source = source
         self.size = source.size
         self.parallel = source.parallel
-        most = None if isinstance(location, Path) else multipart.requests_at_a_time(filesystem(location)[0])
+        most = multipart.requests_at_a_time(place.resolve()[0])
         self._room: AbstractContextManager[object] = nullcontext() if most is None else BoundedSemaphore(most)
 
     @override
     def read_into(self, start: int, view: memoryview) -> None:
-        what = f"Reading {len(view)} bytes at {start} of {display(self._location)}"
-        with failures_named("read", self._location):
+        what = f"Reading {len(view)} bytes at {start} of {self._place}"
+        with failures_named("read", self._place):
             retrying(what, lambda: self._read_into(start, view))
 
     def _read_into(self, start: int, view: memoryview) -> None:
@@ -203,7 +202,7 @@ class _Named(Source):
 
     @override
     def check(self) -> None:
-        with failures_named("read", self._location):
+        with failures_named("read", self._place):
             self._source.check()
 
     @override

@@ -2,8 +2,8 @@
 
 import re
 
-from lightning.fabric.storage.paths.filesystem import filesystem
 from lightning.fabric.storage.paths.hints import about_credentials, about_permission
+from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.transport.retry import chain, have_expired, status_of
 
 _LACK_OF_CREDENTIALS = (
@@ -33,11 +33,11 @@ _ACTIONS = {
 }
 
 
-def about_refusal(url: str, action: str, cause: BaseException) -> str:
+def about_refusal(place: Place, action: str, cause: BaseException) -> str:
     """Advice about a store's refusal, as sentences: set credentials only where there are none, or wrong ones.
 
     Args:
-        url: What was asked for.
+        place: What was asked for.
         action: What was being done: ``"write"``, ``"read"``, ``"look at"``, ``"remove"`` or ``"abort"``. The request
             that was refused, if it is known, goes before that.
         cause: The client's error.
@@ -45,13 +45,13 @@ def about_refusal(url: str, action: str, cause: BaseException) -> str:
     text = _text_of(cause)
     if _OF_THE_CLOCK.search(text):
         return " Set the clock of this machine."
-    if are_invalid(cause) or getattr(filesystem(url)[0], "anon", False) is True:
-        return about_credentials(url)
+    if are_invalid(cause) or getattr(place.resolve()[0], "anon", False) is True:
+        return about_credentials(place.raw)
     found = next((match for pattern in _PERMISSIONS if (match := pattern.search(text)) is not None), None)
     if found is not None:
         return f" The credentials are valid. Grant {found['who'] or 'them'} the permission `{found['permission']}`."
     is_unexplained = re.search(r"HeadObject|HeadBucket|performing HEAD", text) is not None
-    return about_permission(url, _action(text) or action, is_unexplained)
+    return about_permission(place.raw, _action(text) or action, is_unexplained)
 
 
 def lacks_credentials(error: BaseException) -> bool:

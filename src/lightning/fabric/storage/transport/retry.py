@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
-from lightning.fabric.storage.paths.location import display
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.save_report import count_retry
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Retry:
             error.__dict__["_attempts"] = self._what + count
             raise error
         count_retry()
-        reason = display(f"{type(error).__name__}: {error}")
+        reason = redact(f"{type(error).__name__}: {error}")
         log.log(
             logging.WARNING if self._attempts == 1 else logging.DEBUG,
             f"{self._what} failed and is tried again for up to {DEADLINE_S:.0f} s ({reason})",

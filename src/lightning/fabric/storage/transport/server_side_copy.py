@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 
-from lightning.fabric.storage.paths.filesystem import filesystem, info_of, is_object_store
-from lightning.fabric.storage.paths.location import Location, display
+from lightning.fabric.storage.paths.filesystem import info_of, is_object_store
+from lightning.fabric.storage.paths.place import Place
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport.backends.fsspec import room_for
 from lightning.fabric.storage.transport.backends.s3fs import MultipartUpload
 from lightning.fabric.storage.transport.errors import failures_named, questions_named
@@ -37,7 +38,7 @@ _STANDSTILL_S = 180.0
 _REFUSALS = (401, 403)
 
 
-def copy_file(source: Location, target: Location) -> None:
+def copy_file(source: Place, target: Place) -> None:
     """Makes the file at ``target`` a copy of another one, whole or not at all. It can be read by whatever reads that.
 
     Object stores copy by themselves (S3 in parts of 256 MiB or more, 16 at a time). Between two stores, on file systems
@@ -58,7 +59,7 @@ def copy_file(source: Location, target: Location) -> None:
             except Exception as error:
                 if _is_refusal(error):
                     raise
-                log.info(f"The bytes of {display(target)} pass through this machine: {display(str(error))}")
+                log.info(f"The bytes of {target} pass through this machine: {redact(str(error))}")
             else:
                 if not problem:
                     return
@@ -71,9 +72,7 @@ def copy_file(source: Location, target: Location) -> None:
     except Exception as error:
         if not problem:
             raise
-        raise OSError(
-            f"{display(target)} is no whole copy of {display(source)}, and must not be used: {problem}"
-        ) from error
+        raise OSError(f"{target} is no whole copy of {source}, and must not be used: {problem}") from error
 
 
 def _is_refusal(error: BaseException) -> bool:
@@ -81,17 +80,15 @@ def _is_refusal(error: BaseException) -> bool:
     return isinstance(error, PermissionError) if status is None else status in _REFUSALS
 
 
-def _copier(source: Location, target: Location) -> Callable[[], str] | None:
+def _copier(source: Place, target: Place) -> Callable[[], str] | None:
     """Returns a function that lets the store copy, if it can, and returns the fault of the copy."""
-    if not isinstance(source, str) or not isinstance(target, str):
-        return None
-    (fs, path), (other, copy) = filesystem(source), filesystem(target)
+    (fs, path), (other, copy) = source.resolve(), target.resolve()
     if fs != other or not is_object_store(fs) or not _has_copies(fs):
         return None
     with questions_named(source):
         info = info_of(fs, path)
     if info["type"] != "file":
-        raise FileNotFoundError(f"There is no file {display(source)}")
+        raise FileNotFoundError(f"There is no file {source}")
     return lambda: _let_copy(fs, path, copy, int(info["size"]))
 
 

@@ -4,11 +4,9 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import IO, Any, Literal
 
-from lightning.fabric.storage.paths.filesystem import filesystem, kind, kind_of, shares_names
-from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.location import AnyPath, locate
 from lightning.fabric.storage.transport.errors import questions_named
 from lightning.fabric.storage.transport.open import open_reader, open_writer
 
@@ -16,7 +14,7 @@ _Path = str | os.PathLike[str]
 
 
 @contextmanager
-def open_text(path: _Path, mode: Literal["r", "w"]) -> Iterator[IO[str]]:
+def open_text(path: AnyPath, mode: Literal["r", "w"]) -> Iterator[IO[str]]:
     """A text file in UTF-8, with line ends as they are, which is held in memory as a whole.
 
     Args:
@@ -28,9 +26,9 @@ def open_text(path: _Path, mode: Literal["r", "w"]) -> Iterator[IO[str]]:
         FileNotFoundError: There is no file to read at ``path``.
         OSError: On leaving the context, if the file could not be written. What was at ``path`` before is unchanged.
     """
-    location = locate(path)
+    place = locate(path)
     if mode == "r":
-        with open_reader(location) as file:
+        with open_reader(place) as file:
             content = file.read().decode("utf-8")
         yield io.StringIO(content, newline="")
     else:
@@ -38,7 +36,7 @@ def open_text(path: _Path, mode: Literal["r", "w"]) -> Iterator[IO[str]]:
         yield text
         if not text.tell():
             return
-        with open_writer(location) as file:
+        with open_writer(place) as file:
             file.write(text.getvalue().encode("utf-8"))
 
 
@@ -48,22 +46,15 @@ def is_there(path: _Path) -> bool:
     Raises:
         OSError: The store did not answer.
     """
-    location = locate(path)
-    with questions_named(location):
-        return kind(location) != "nothing"
+    place = locate(path)
+    with questions_named(place):
+        return place.kind() != "nothing"
 
 
 def has_folder(path: _Path) -> bool:
     """Returns whether there is a folder for a file at ``path``, or none is needed."""
-    location = locate(path)
-    if isinstance(location, Path):
-        return location.parent.is_dir()
-    if shares_names(location):
-        return True
-    fs, inside = filesystem(location)
-    folder = fs._parent(inside)
-    fs.invalidate_cache(fs._parent(folder))
-    return kind_of(fs, folder) == "directory"
+    place = locate(path)
+    return place.shares_names() or place.parent.kind() == "directory"
 
 
 class TextFile:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning.fabric.storage import save_report
-from lightning.fabric.storage.paths.location import display
 from lightning.fabric.storage.save_report import SaveReport
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm, TQDMProgressBar
@@ -50,7 +49,7 @@ class SaveProgress:
         try:
             thread.start()
         except RuntimeError as error:  # the interpreter is about to end, and a save may still be waited for
-            log.debug(f"No progress bar for {display(report.location)}: {error}")
+            log.debug(f"No progress bar for {report.place}: {error}")
         else:
             self._thread = thread
 
@@ -66,7 +65,7 @@ class SaveProgress:
             return
         while not self._ended.is_set():
             shown = _moving(report)
-            with bar(f"Saving {display(shown.location).rpartition('/')[2]}", *shown.progress()) as update:
+            with bar(f"Saving {str(shown.place).rpartition('/')[2]}", *shown.progress()) as update:
                 # one that has not begun to move gives way to one that has
                 while not self._ended.wait(_REFRESH_S) and (shown.progress()[1] or _moving(report) is shown):
                     update(*shown.progress())

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning.fabric.storage.paths.filesystem import has_folders, is_object_store, kind_of, names_inside
 from lightning.fabric.storage.paths.layout import is_shard_folder
-from lightning.fabric.storage.paths.location import display
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.paths.remove import move
 from lightning.fabric.storage.paths.replace import set_aside, temporary_beside
 from lightning.fabric.storage.transport import multipart
@@ -239,4 +239,4 @@ def _clean_up(fs: AbstractFileSystem, path: str) -> None:
         if kind_of(fs, path) == "file":
             fs.rm_file(path)
     except Exception as error:
-        log.warning(f"Could not remove the left-over {path!r} ({type(error).__name__}: {display(str(error))})")
+        log.warning(f"Could not remove the left-over {path!r} ({type(error).__name__}: {redact(str(error))})")

@@ -8,7 +8,7 @@ from fsspec.asyn import AsyncFileSystem
 from typing_extensions import override
 
 from lightning.fabric.storage.paths.filesystem import info_of
-from lightning.fabric.storage.paths.location import display
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport.ranged_file import REPLACED, Source
 from lightning.fabric.storage.transport.retry import chain, retrying, status_of
 from lightning.fabric.storage.transport.threads import Call
@@ -51,7 +51,7 @@ class FsspecSource(Source):
         if self._whole is not None:
             self.size = len(self._whole)
             return
-        self._info = retrying(f"Asking about {display(path)}", lambda: info_of(fs, path))
+        self._info = retrying(f"Asking about {redact(path)}", lambda: info_of(fs, path))
         if self._info["type"] != "file":
             raise (IsADirectoryError if self._info["type"] == "directory" else FileNotFoundError)(path)
         self.size = int(self._info["size"])
@@ -96,7 +96,7 @@ class FsspecSource(Source):
             return
         self._fs.invalidate_cache(self._path)
         self._fs.invalidate_cache(self._fs._parent(self._path))
-        now = retrying(f"Asking about {display(self._path)}", lambda: info_of(self._fs, self._path))
+        now = retrying(f"Asking about {redact(self._path)}", lambda: info_of(self._fs, self._path))
         if now["type"] == "nothing" and "http" in protocols_of(self._fs):
             _whole_website(self._fs, self._path)  # raises the reason, which that did not tell
         if any(now.get(key) != self._info.get(key) for key in _IDENTITY):
@@ -115,7 +115,7 @@ def _whole_website(fs: Any, path: str) -> memoryview | None:
     Raises:
         Exception: aiohttp's own error. That of ``fs.info`` is a FileNotFoundError, whatever the reason is.
     """
-    what = f"Reading {display(path)}"
+    what = f"Reading {redact(path)}"
     try:
         data = retrying(what, lambda: fs.cat_file(path, start=0, end=1))
     except Exception as error:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import override
 
-from lightning.fabric.storage.paths.location import display
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.paths.replace import temporary_beside
 from lightning.fabric.storage.transport.multipart import check_size, note_unknown_outcome, take_back
 from lightning.fabric.storage.transport.retry import is_transient, retrying_async
@@ -128,7 +128,7 @@ class ZonalUpload(UploadBackend):
             self._running.result(idle=self._idle)
 
     def _call(self, what: str, operation: Callable[[], Awaitable[None]]) -> Call:
-        return Call(self._fs, retrying_async(f"{what} gs://{display(self._temporary)}", operation))
+        return Call(self._fs, retrying_async(f"{what} gs://{redact(self._temporary)}", operation))
 
 
 class _Appendable:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fsspec import AbstractFileSystem
 from lightning_utilities.core.imports import RequirementCache
 
-from lightning.fabric.storage.paths.location import display
+from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport.backends.obstore_config.common import NotNative
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def leave_to_client(fs: AbstractFileSystem, path: str, reason: Exception, readin
         reading: As for that.
     """
     bucket = fs.split_path(path)[0]
-    refusal = NotNative(f"what the store of {bucket!r} answers is not what obstore takes ({display(str(reason))})")
+    refusal = NotNative(f"what the store of {bucket!r} answers is not what obstore takes ({redact(str(reason))})")
     connection = _translation(_TRANSLATIONS[_name(type(fs))]).connection(fs)
     _stores_of(fs)[bucket, reading] = connection, refusal
     _log_once(fs, refusal)
