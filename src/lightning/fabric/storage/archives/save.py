@@ -1,8 +1,7 @@
-"""Saves one file."""
+"""Saves files with ``torch.save``."""
 
 import os
 import pickle
-import threading
 import types
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -24,7 +23,7 @@ def save_file(obj: Any, path: AnyPath, options: Mapping[str, Any] | None = None)
     Args:
         obj: Anything that ``torch.save`` takes.
         path: A local path or a URL of any fsspec protocol. Missing folders are made.
-        options: As for :func:`~lightning.fabric.storage.paths.location.locate`.
+        options: Options of the fsspec client, see :func:`~lightning.fabric.storage.paths.location.locate`.
 
     Raises:
         IsADirectoryError: ``path`` ends with a slash, as the name of a folder does.
@@ -43,55 +42,50 @@ def save_file(obj: Any, path: AnyPath, options: Mapping[str, Any] | None = None)
 
 
 class Announced(Protocol):
-    """A file to which the memory that is going to be written is announced, as a sink is."""
+    """A file to which memory is announced before it is written, such as a sink."""
 
     def announce(self, storage: torch.UntypedStorage) -> None:
         """See :meth:`~lightning.fabric.storage.transport.sink.Sink.announce`."""
 
     def write(self, data: Any) -> int:
-        """Writes all of it."""
+        """Writes all of ``data``."""
 
 
 def write_object(obj: Any, file: Announced) -> None:
     """Runs ``torch.save`` to a file of :func:`~lightning.fabric.storage.transport.open.open_writer`.
 
-    torch pickles everything before it writes the first byte. Each tensor's storage is announced to the file as that
-    goes on: it can plan for the size, and need not copy the memory.
+    torch pickles everything before it writes the first byte. Meanwhile each tensor's storage is announced to the file,
+    which can then plan for the size, and need not copy the memory.
     """
-    outer = getattr(_writing, "announce", None)  # of a save whose pickling leads here
-    _writing.announce = file.announce
+    announce = file.announce
+
+    class Announcing(pickle.Pickler):
+        @override
+        def dump(self, obj: Any) -> None:
+            with collection_paused():
+                super().dump(obj)
+
+        @override
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, torch.Tensor) and (storage := _storage_of(obj)) is not None:
+                announce(storage)
+            return NotImplemented
+
+    # torch makes the pickler itself, of a class that it derives from that of the module
+    module = types.ModuleType("pickle")
+    module.__dict__.update(vars(pickle), Pickler=Announcing)
     try:
-        torch.save(obj, file, pickle_module=_PICKLE)  # type: ignore[arg-type]  # it is all that torch needs of one
+        torch.save(obj, file, pickle_module=module)  # type: ignore[arg-type]  # it is all that torch needs of one
     finally:
-        _writing.announce = outer
+        del announce  # the class lives until the next garbage collection, and would keep the file alive
 
 
-_writing = threading.local()
-
-
-class _Announcing(pickle.Pickler):
-    """Tells of the storages of the tensors it meets."""
-
-    @override
-    def dump(self, obj: Any) -> None:
-        with collection_paused():
-            super().dump(obj)
-
-    @override
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
-            try:
-                with torch._C.DisableTorchFunction():  # an uninitialized parameter refuses to be asked
-                    storage = obj.untyped_storage()
-                storage.data_ptr()
-            except (NotImplementedError, RuntimeError):
-                pass  # a sparse tensor, or a wrapper: its parts are tensors, which come by
-            else:
-                if storage.device.type != "meta":  # of which nothing is written
-                    _writing.announce(storage)
-        return NotImplemented
-
-
-#: What ``torch.save`` uses of the module ``pickle``.
-_PICKLE = types.ModuleType("pickle")
-_PICKLE.__dict__.update(vars(pickle), Pickler=_Announcing)
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Returns the memory that is going to be written for a tensor, None if it has none of its own."""
+    try:
+        with torch._C.DisableTorchFunction():  # an uninitialized parameter refuses to be asked
+            storage = tensor.untyped_storage()
+        storage.data_ptr()
+    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper: its parts are tensors, and follow
+        return None
+    return None if storage.device.type == "meta" else storage
