@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning.fabric.storage.background import staging
+from lightning.fabric.storage.archives import tensor_bytes
 from lightning.fabric.storage.background.staging import Staged, Staging
 from tests.storage.states import serialized
 
@@ -150,7 +150,7 @@ def test_nothing_is_cloned_on_the_device(warm: Staging) -> None:
     assert torch.cuda.max_memory_allocated() == before
     staged = warm.stage_tensors([cut.t(), cut[:, ::2]])
     staged.wait()
-    assert torch.cuda.max_memory_allocated() - before <= 2 * staging._PIECE
+    assert torch.cuda.max_memory_allocated() - before <= 2 * tensor_bytes._PIECE
     assert torch.equal(staged.tensors[0], cut.t().cpu())
     assert torch.equal(staged.tensors[1], cut[:, ::2].cpu())
 

@@ -1,32 +1,33 @@
-"""The bytes of a tensor in host memory, piece by piece."""
+"""The values of tensors, piece by piece."""
 
 from collections.abc import Hashable, Iterator
 
 import torch
 from torch import Tensor
 
-#: How much of a tensor is on its way from an accelerator to host memory, twice, or is checked before it is sent.
+#: Bytes that are copied from an accelerator at a time, of which two pieces are in host memory, or that are made
+#: contiguous at a time.
 _PIECE = 16 * 2**20
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is no more than its values, one after the other in memory."""
+    """Returns whether a tensor is no more than its values, one after the other in memory."""
     is_own_class = type(tensor.detach()) is Tensor and not tensor.is_conj() and not tensor.is_neg()
     is_strided = tensor.layout == torch.strided and not tensor.is_nested
     return is_own_class and is_strided and not tensor.is_quantized and tensor.device.type != "meta"
 
 
 def memory_of(tensor: Tensor) -> Hashable:
-    """Where the values of a plain tensor are: the same for those that are tied, as long as both are alive."""
+    """Returns a key of a plain tensor's values: tied tensors have the same one, as long as both are alive."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 def host_pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in host memory. Those of an accelerator come in memory of their own, and none is kept.
+    """Yields a tensor's bytes in host memory. Those of an accelerator come in new memory, of which none is kept.
 
-    While one piece is being sent, the next is on its way from the device.
+    While one piece is being sent, the next is copied from the device.
     """
-    pieces = _pieces(tensor)
+    pieces = (piece for (rows,) in rows_of(tensor) for piece in _pieces(rows))
     if tensor.device.type != "cuda":
         yield from (piece.cpu().numpy().data for piece in pieces)
         return
@@ -49,17 +50,22 @@ def _copy_from_cuda(piece: Tensor) -> tuple[Tensor, torch.cuda.Event]:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Bytes, on the tensor's device, that make up its values in row-major order: views of it if it is contiguous."""
-    if tensor.numel() == 0:
-        return
-    if tensor.is_contiguous():
-        flat = tensor.reshape(-1).view(torch.uint8)
-        yield from (flat[at : at + _PIECE] for at in range(0, len(flat), _PIECE))
-    elif tensor.nbytes <= _PIECE:
-        yield tensor.contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    yield from (flat[at : at + _PIECE] for at in range(0, len(flat), _PIECE))
+
+
+def rows_of(tensor: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cuts a tensor, unless it is contiguous, into small views, each of which takes little memory if made contiguous.
+
+    Args:
+        tensor: The tensor to cut, in row-major order.
+        others: Tensors of the same shape, which are cut in the same places.
+    """
+    if tensor.is_contiguous() or tensor.nbytes <= _PIECE:
+        yield tensor, *others
     elif len(tensor) == 1:
-        yield from _pieces(tensor[0])
+        yield from rows_of(tensor[0], *(other[0] for other in others))
     else:
         rows = max(1, _PIECE * len(tensor) // tensor.nbytes)
         for at in range(0, len(tensor), rows):
-            yield from _pieces(tensor[at : at + rows])
+            yield from rows_of(tensor[at : at + rows], *(other[at : at + rows] for other in others))

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 from torch.storage import UntypedStorage
 
-from lightning.fabric.storage.archives.tensor_bytes import is_plain, memory_of
+from lightning.fabric.storage.archives.tensor_bytes import is_plain, memory_of, rows_of
 from lightning.fabric.storage.background.host_memory import ALIGNMENT, HostMemory
 from lightning.fabric.storage.background.state_pickler import Pickled
 from lightning.fabric.storage.gc_pause import collection_paused
-
-#: The most that is made contiguous on a device at a time; of what is contiguous, no copy is made there.
-_PIECE = 16 * 2**20
 
 
 class Staging:
@@ -133,8 +130,10 @@ class Staging:
         try:
             with torch.cuda.stream(stream):
                 for target, source in pairs:
-                    _copy_from_cuda(target, source)
-        finally:  # there may be no memory left for a piece, while others are on their way
+                    # torch makes contiguous on the device, in memory of its own, what it copies from there
+                    for rows, into in rows_of(source, target):
+                        into.copy_(rows, non_blocking=True)
+        finally:  # there may be no memory left for some rows, while others are being copied
             copied.record(stream)
             current.wait_event(copied)
             staged._arriving.append((device, copied))
@@ -239,15 +238,3 @@ class _Slot:
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _copy_from_cuda(target: Tensor, source: Tensor) -> None:
-    """Has a copy made; of what is not contiguous, piece by piece, for torch makes it so on the device first."""
-    if source.is_contiguous() or source.nbytes <= _PIECE:
-        target.copy_(source, non_blocking=True)
-    elif len(source) == 1:
-        _copy_from_cuda(target[0], source[0])
-    else:
-        rows = max(1, _PIECE * len(source) // source.nbytes)
-        for at in range(0, len(source), rows):
-            _copy_from_cuda(target[at : at + rows], source[at : at + rows])
