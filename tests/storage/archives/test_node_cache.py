@@ -94,7 +94,7 @@ def test_each_rank_loads_for_itself_if_there_can_be_no_copy(case: str, stack: Ex
 
 def test_a_file_that_ends_early_is_an_error() -> None:
     with pytest.raises(OSError, match="it ended after 2 of 3 bytes"):
-        node_cache._read(io.BytesIO(b"ab"), memoryview(bytearray(3)))
+        node_cache._read_into(io.BytesIO(b"ab"), memoryview(bytearray(3)))
 
 
 @pytest.mark.parametrize(

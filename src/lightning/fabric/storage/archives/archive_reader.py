@@ -1,7 +1,7 @@
-"""Checks an archive of ``torch.save`` without loading it, and tells whose bytes are damaged.
+"""Checks an archive of ``torch.save`` without loading it, and names the tensors whose bytes are damaged.
 
-Torch follows what an archive says without looking whether it can be. Its directory is held here against the file, and
-what its pickle says of tensors against the directory.
+torch believes all that an archive says. Here its directory is compared with the file, and the sizes of tensors in its
+pickle with the directory.
 """
 
 import os
@@ -17,23 +17,22 @@ from lightning.fabric.storage.transport.ranged_file import RangedFile
 
 _PIECE = 2**20
 _PICKLED = "data.pkl"
-#: Where an archive has its directory, unless that is very large.
+#: Bytes at the end of an archive, in which its directory is, unless that is very large.
 _TAIL = 2**20
-#: What an archive starts with.
+#: The first bytes of an archive.
 ARCHIVE = b"PK\x03\x04"
 _LOCAL, _ENTRY, _DESCRIPTOR = ARCHIVE, b"PK\x01\x02", b"PK\x07\x08"
 _END, _LARGE_END, _LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _NONE = 0xFFFFFFFF
-#: Of a record: its checksum and sizes follow on it. That its name is UTF-8.
+#: Flags of a record: its checksum and sizes follow on its data; its name is UTF-8.
 _FOLLOWS, _UTF8 = 1 << 3, 1 << 11
 
 
 class Wrong(NamedTuple):
-    """Bytes of a file that are not what they should be."""
+    """Bytes of a file that are not what they should be, of the tensor or object ``name``."""
 
     start: int
     stop: int
-    #: Whose they are.
     name: str
     reason: str
 
@@ -42,15 +41,15 @@ class BrokenArchive(Exception):
     """A file is no archive as ``torch.save`` writes it; the text says why."""
 
 
-class Record(NamedTuple):
-    """What the directory of an archive says of a record.
+class Entry(NamedTuple):
+    """A record in the directory of an archive.
 
     Attributes:
-        name: Of the record, with the archive's own name before the first slash.
-        start: Of its head in the file.
-        size: Of its data in bytes.
-        crc: Of its data.
-        flags: As in the format of zip.
+        name: The record's name, with the archive's own before the first slash.
+        start: The byte of the file at which the record's header begins.
+        size: Bytes of the data.
+        crc: The CRC-32 of the data.
+        flags: General-purpose flags of the zip format.
     """
 
     name: str
@@ -61,24 +60,19 @@ class Record(NamedTuple):
 
     @property
     def short_name(self) -> str:
-        """The name within the archive."""
+        """The name without the archive's own."""
         return self.name.partition("/")[2]
 
 
 class Zipped:
-    """An archive.
-
-    Args:
-        file: Where it is; as a whole, the archive and nothing else.
-    """
+    """A file that is an archive of ``torch.save``, and nothing else."""
 
     def __init__(self, file: IO[bytes] | RangedFile) -> None:
         self._file = file
         self.size = file.seek(0, os.SEEK_END)
-        #: Whether its records have CRC-32s: ``torch.serialization.set_crc32_options`` can leave them out. Known at the
-        #: end of :meth:`check`.
+        #: Whether :meth:`check` found CRC-32s: ``torch.serialization.set_crc32_options`` can leave them out.
         self.has_checksums = False
-        #: If it holds one tensor and nothing else, the type of its elements and its shape. Known then, too.
+        #: The type and the shape of the tensor, if :meth:`check` found one tensor and nothing else.
         self.tensor: tuple[torch.dtype, tuple[int, ...]] | None = None
 
     def check(self) -> list[Wrong]:
@@ -111,13 +105,13 @@ class Zipped:
                 wrong.append(Wrong(record.start, stop, record.name, f"are damaged: {error}"))
             except Exception as error:  # damaged pickles raise anything
                 wrong.append(Wrong(record.start, stop, record.name, f"cannot be loaded: {_short(error)}"))
-        return [found._replace(name=_told(found.name, names)) for found in wrong]
+        return [found._replace(name=_with_tensor(found.name, names)) for found in wrong]
 
     def check_before_load(self) -> None:
-        """Sees that loading the archive takes no more memory than its size, and that its tensors are all within it.
+        """Checks that loading the archive takes no more memory than its size, and that all tensors are within it.
 
         Raises:
-            BrokenArchive: It is not so.
+            BrokenArchive: The archive is damaged, or says of itself what cannot be.
             OSError: The file could not be read.
         """
         records, directory = self._directory()
@@ -132,7 +126,7 @@ class Zipped:
         except Exception as error:
             raise BrokenArchive(f"its {_PICKLED}: {_short(error)}") from error
 
-    def _pickle_of(self, records: list[Record]) -> Record:
+    def _pickle_of(self, records: list[Entry]) -> Entry:
         for record in records:
             if record.short_name == _PICKLED:
                 return record
@@ -145,11 +139,10 @@ class Zipped:
             raise BrokenArchive(f"it ends before byte {stop}")
         return data
 
-    def _directory(self) -> tuple[list[Record], int]:
-        """All records, in the order of the file, and where the directory begins."""
+    def _directory(self) -> tuple[list[Entry], int]:
+        """Returns all records, in the order of the file, and the byte at which the directory begins."""
         count, start, stop = self._end()
-        directory = self._read(start, stop)
-        records = list(_entries(directory))
+        records = list(_entries(self._read(start, stop)))
         if len(records) != count or len({record.name.lower() for record in records}) != count:
             raise BrokenArchive("its directory has other records than it says, or some twice")
         if len({record.name.partition("/")[0] for record in records}) > 1:
@@ -161,7 +154,7 @@ class Zipped:
         return records, start
 
     def _end(self) -> tuple[int, int, int]:
-        """The number of records, and where the directory of them begins and ends."""
+        """Returns the number of records, and the bytes at which the directory begins and ends."""
         at = self.size - 22
         if at < 0 or (tail := self._read(at, self.size))[:4] != _END:
             raise BrokenArchive("it has no directory at its end")
@@ -178,8 +171,8 @@ class Zipped:
             raise BrokenArchive("its directory is not where it should be")
         return count, start, stop
 
-    def _data_of(self, record: Record, stop: int) -> tuple[int, int]:
-        """Where the data of a record are, which ends before ``stop``."""
+    def _data_of(self, record: Entry, stop: int) -> tuple[int, int]:
+        """Returns the bytes at which the data of a record, which ends before ``stop``, begin and end."""
         name = record.name.encode()
         head = self._read(record.start, record.start + 30 + len(name))
         flags, method, _, _, crc, packed, size, named, extra = struct.unpack("<HHHHIIIHH", head[6:30])
@@ -198,8 +191,8 @@ class Zipped:
             raise BrokenArchive("their head is not as in the archive's directory")
         return start, start + record.size
 
-    def _check_record(self, record: Record, stop: int) -> bytes | None:
-        """Reads a record, and returns it if it is the pickle."""
+    def _check_record(self, record: Entry, stop: int) -> bytes | None:
+        """Reads and checks a record, and returns its data if it is the pickle."""
         start, end = self._data_of(record, stop)
         pieces = []
         crc = 0
@@ -219,7 +212,7 @@ class Zipped:
         return b"".join(pieces) if record.short_name == _PICKLED else None
 
 
-def _allowed_after(record: Record) -> list[bytes]:
+def _allowed_after(record: Entry) -> list[bytes]:
     if not record.flags & _FOLLOWS:
         return [b""]
     checked = struct.pack("<I", record.crc)
@@ -229,7 +222,7 @@ def _allowed_after(record: Record) -> list[bytes]:
     return [head + checked + size for head in (b"", _DESCRIPTOR) for size in sizes]
 
 
-def _entries(directory: bytes) -> Iterator[Record]:
+def _entries(directory: bytes) -> Iterator[Entry]:
     at = 0
     while at < len(directory):
         if len(directory) - at < 46 or directory[at : at + 4] != _ENTRY:
@@ -248,13 +241,13 @@ def _entries(directory: bytes) -> Iterator[Record]:
         if method or packed != size:
             raise BrokenArchive(f"it has a record that is compressed, as torch.save has none: {name!r:.200}")
         try:
-            yield Record(name.decode(), start, size, crc, flags)
+            yield Entry(name.decode(), start, size, crc, flags)
         except UnicodeDecodeError as error:
             raise BrokenArchive(f"it has a record with a damaged name: {name!r:.200}") from error
 
 
 def _large_numbers(extra: bytes, *numbers: int) -> Iterator[int]:
-    """Those that have no room in an entry."""
+    """Returns the numbers, those that have no room in an entry from its extra field; -1 for a missing one."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
@@ -269,7 +262,7 @@ def _short(error: Exception) -> str:
     return f"{str(error) or type(error).__name__:.300}"
 
 
-def _told(name: str, names: dict[str, str]) -> str:
-    """The name of a record, with that of the tensor in it if that is known."""
+def _with_tensor(name: str, names: dict[str, str]) -> str:
+    """Returns the name of a record, with that of the tensor in it if that is known."""
     whose = names.get(name.partition("/")[2])
     return f"{whose} ({name})" if whose else name

@@ -1,7 +1,7 @@
-"""Writes the archives that ``torch.load`` reads, of tensors whose bytes are not at hand all at once.
+"""Writes archives for ``torch.load`` without holding whole tensors in host memory, as ``torch.save`` does.
 
-``torch.save`` needs a tensor's storage in host memory as a whole. Here an archive is made in steps: what describes the
-tensors first, then each tensor's bytes in as many pieces as suit the writer, then the directory.
+An archive is made in steps: first the pickle, then each tensor's bytes in as many pieces as suit the writer, then the
+directory.
 """
 
 import dataclasses
@@ -17,51 +17,51 @@ import torch
 from torch.storage import TypedStorage
 from typing_extensions import override
 
-#: Where tensors start in a file, so that it can be mapped into memory; torch.save does the same.
+#: Tensors start at multiples of so many bytes, as in files of ``torch.save``, which can be mapped into memory.
 _ALIGNMENT = 64
 _FOLDER = "archive"
-#: Of the file format, which torch calls so.
+#: torch's version of the file format.
 _VERSION = b"3\n"
 _LARGE = 0xFFFFFFFF
 #: A general-purpose flag of zip: the CRC follows the data.
 _CRC_FOLLOWS = 1 << 3
-_NEEDS = 45  # the version of zip that has large files
-_DOS_EPOCH = 0x0021  # 1 January 1980: an archive depends on its content only
+_ZIP_VERSION = 45  # the first one that has large files
+_DOS_EPOCH = 0x0021  # 1 January 1980, so that an archive depends on its content only
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TensorStub:
-    """Stands in a pickled object for a contiguous tensor, whose bytes are written later."""
+    """Stand-in, in a pickled object, for a contiguous tensor whose bytes are written later."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Archive:
     """The bytes of an archive, step by step.
 
-    First those of :meth:`start`, then for each of :attr:`contents` those of :meth:`tensor_starts`, its own and those of
-    :meth:`tensor_ends`, at last those of :meth:`end`.
+    These are what :meth:`start` returns, then for each of :attr:`contents` what :meth:`tensor_starts` returns, its own
+    bytes and what :meth:`tensor_ends` returns, and at last what :meth:`end` returns.
     """
 
     def __init__(self) -> None:
-        #: What has bytes in the archive, in the order of the archive, which is that of the pickled object.
+        #: Stubs and storages in the order of their bytes in the archive, which is that of the pickled object.
         self.contents: list[TensorStub | torch.UntypedStorage] = []
         self._started = 0
         self._position = 0
         self._entries: list[tuple[bytes, int, int, int, int]] = []
 
     def start(self, obj: Any) -> bytes:
-        """The first bytes.
+        """Returns the first bytes.
 
         Args:
-            obj: What ``torch.load`` returns. A :class:`TensorStub` may stand for a tensor; the storages of other
-                tensors are part of :attr:`contents`, those that several tensors share once.
+            obj: The object to save. A :class:`TensorStub` may stand for a tensor; the storages of other tensors are
+                part of :attr:`contents`, those that several tensors share once.
         """
         pickled = io.BytesIO()
         _Pickler(pickled, self.contents).dump(obj)
@@ -70,25 +70,21 @@ class Archive:
         return b"".join(self._small(name, data) for name, data in parts)
 
     def tensor_starts(self) -> bytes:
-        """What comes before the bytes of the next of :attr:`contents`."""
+        """Returns the header of the next of :attr:`contents`."""
         key, content = self._started, self.contents[self._started]
         self._started += 1
         nbytes = content.nbytes if isinstance(content, TensorStub) else content.nbytes()
         return self._begin(f"data/{key}", nbytes, 0, _CRC_FOLLOWS)
 
     def tensor_ends(self, crc: int) -> bytes:
-        """What comes after a tensor's bytes.
-
-        Args:
-            crc: Their CRC-32.
-        """
+        """Returns the bytes that follow on a tensor's own, whose CRC-32 is ``crc``."""
         name, offset, size, _, flags = self._entries[-1]
         self._entries[-1] = (name, offset, size, crc, flags)
         sizes = "QQ" if size >= _LARGE else "II"
         return self._advance(struct.pack(f"<II{sizes}", 0x08074B50, crc, size, size))
 
     def end(self) -> bytes:
-        """The last bytes."""
+        """Returns the last bytes."""
         start = self._position
         for entry in self._entries:
             self._advance(b"\0" * len(_directory_entry(*entry)))
@@ -96,7 +92,7 @@ class Archive:
         count, end = len(self._entries), self._position
         large = struct.pack(
             "<IQHHIIQQQQIIQI",
-            *(0x06064B50, 44, _NEEDS, _NEEDS, 0, 0, count, count, len(directory), start),
+            *(0x06064B50, 44, _ZIP_VERSION, _ZIP_VERSION, 0, 0, count, count, len(directory), start),
             *(0x07064B50, 0, end, 1),
         )
         if start < _LARGE and count < 0xFFFF:
@@ -111,12 +107,12 @@ class Archive:
         path = f"{_FOLDER}/{name}".encode()
         self._entries.append((path, self._position, size, crc, flags))
         extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _LARGE else b""
-        # a field that says nothing, and is as long as it takes
+        # a field without a meaning, which aligns the data
         padding = -(self._position + 30 + len(path) + len(extra) + 4) % _ALIGNMENT
         extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         short = min(size, _LARGE)
         header = struct.pack(
-            "<IHHHHHIIIHH", 0x04034B50, _NEEDS, flags, 0, 0, _DOS_EPOCH, crc, short, short, len(path), len(extra)
+            "<IHHHHHIIIHH", 0x04034B50, _ZIP_VERSION, flags, 0, 0, _DOS_EPOCH, crc, short, short, len(path), len(extra)
         )
         self._advance(header + path + extra)
         self._position += size
@@ -132,22 +128,16 @@ def _directory_entry(path: bytes, offset: int, size: int, crc: int, flags: int) 
     large += [offset] if offset >= _LARGE else []
     extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
     short, near = min(size, _LARGE), min(offset, _LARGE)
-    versions = (_NEEDS, _NEEDS)
-    lengths = (len(path), len(extra), 0)
-    return (
-        struct.pack("<IHHHHHHIII", 0x02014B50, *versions, flags, 0, 0, _DOS_EPOCH, crc, short, short)
-        + struct.pack("<HHHHHII", *lengths, 0, 0, 0, near)
-        + path
-        + extra
-    )
+    fields = (0x02014B50, _ZIP_VERSION, _ZIP_VERSION, flags, 0, 0, _DOS_EPOCH, crc, short, short)
+    return struct.pack("<IHHHHHHIIIHHHHHII", *fields, len(path), len(extra), 0, 0, 0, 0, near) + path + extra
 
 
 class _Pickler(pickle.Pickler):
     """Pickles a stub as torch pickles the tensor, and a storage as torch does.
 
     Args:
-        file: Where to.
-        contents: Takes what has bytes in the archive. Its place there is its key.
+        file: The file to write to.
+        contents: Filled with stubs and storages. The index of one is its key in the archive.
     """
 
     def __init__(self, file: io.BytesIO, contents: list[TensorStub | torch.UntypedStorage]) -> None:
@@ -159,7 +149,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, TensorStub):
             return NotImplemented
-        # how torch rebuilds a tensor of that type, which differs between types
+        # torch rebuilds a tensor in a way that depends on the type
         rebuild, arguments, *_ = torch.empty(1, dtype=obj.dtype, device="cpu").__reduce_ex__(2)  # type: ignore[no-untyped-call]
         storage, offset, _, _, *rest = arguments
         strides = tuple(math.prod(obj.shape[axis + 1 :]) for axis in range(len(obj.shape)))
@@ -169,12 +159,9 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, _StorageStub):
             return self._entry(obj.kind, obj.stub, id(obj.stub), obj.stub.nbytes)
-        if isinstance(obj, TypedStorage):
-            untyped = obj._untyped_storage
-        elif isinstance(obj, torch.UntypedStorage):
-            untyped = obj
-        else:
+        if not isinstance(obj, (TypedStorage, torch.UntypedStorage)):
             return None
+        untyped = obj._untyped_storage if isinstance(obj, TypedStorage) else obj
         return self._entry(obj, untyped, untyped._cdata, untyped.nbytes())
 
     def _entry(self, kind: Any, content: TensorStub | torch.UntypedStorage, identity: int, nbytes: int) -> Any:
@@ -186,9 +173,9 @@ class _Pickler(pickle.Pickler):
         return "storage", stored, str(key), "cpu", nbytes // kind.dtype.itemsize if typed else nbytes
 
 
+@dataclasses.dataclass
 class _StorageStub:
-    """Stands for a storage: of the kind of another one, and with the size of a stub."""
+    """Stand-in for a storage of the type of ``kind``, another one, and with the size of a stub."""
 
-    def __init__(self, kind: Any, stub: TensorStub) -> None:
-        self.kind = kind
-        self.stub = stub
+    kind: Any
+    stub: TensorStub

@@ -1,4 +1,4 @@
-"""Loads one file."""
+"""Loads files that ``torch.save`` wrote."""
 
 import io
 import os
@@ -17,20 +17,22 @@ from lightning.fabric.storage.paths.layout import STOCK_META
 from lightning.fabric.storage.paths.location import AnyPath, locate
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.save_report import timed
+from lightning.fabric.storage.transport.coalesce import coalesce
 from lightning.fabric.storage.transport.errors import context_kept
 from lightning.fabric.storage.transport.open import open_reader
 from lightning.fabric.storage.transport.ranged_file import REPLACED, RangedFile
 from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_6
 
 _Path = str | os.PathLike[str]
-#: Where the directory of an archive is, and the small records after the tensors; of a small file it is all.
+#: Bytes at the end of an archive, in which its directory is, and the small records after the tensors. A small file is
+#: read as a whole.
 _TAIL = 2**20
 _SMALL_FILE = 8 * 2**20
-#: The fixed part of what is before a record, and how near such parts are that are read together.
+#: Bytes of the fixed part of a record's header, and from the first to the last of the headers that are read together.
 _HEAD = 30
 _NEAR = 2**18
-#: What torch's errors about archives have in them.
-_TORCHS = ("PytorchStreamReader", "inline_container")
+#: Names in torch's errors about archives.
+_TORCH_READERS = ("PytorchStreamReader", "inline_container")
 
 
 def load_file(
@@ -40,16 +42,16 @@ def load_file(
     options: Mapping[str, Any] | None = None,
     mmap: bool | None = None,
 ) -> Any:
-    """Loads with :func:`torch.load`.
+    """Loads a file with :func:`torch.load`.
 
     Ranges of a remote file are fetched many at a time, shortly before torch reads them into the tensors' own memory.
 
     Args:
-        path: A local path, a URL of any fsspec protocol, or a file that is open.
-        map_location: As for ``torch.load``.
-        weights_only: As for ``torch.load``, but None means False for ``http(s)`` URLs, as ever in Lightning.
-        options: As for :func:`~lightning.fabric.storage.paths.location.locate`.
-        mmap: As for ``torch.load``, of a local path.
+        path: A local path, a URL of any fsspec protocol, or an open file.
+        map_location: The argument of ``torch.load``.
+        weights_only: The argument of ``torch.load``, but None means False for ``http(s)`` URLs, as ever in Lightning.
+        options: Options of the fsspec client, see :func:`~lightning.fabric.storage.paths.location.locate`.
+        mmap: The argument of ``torch.load``, for a local path.
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
@@ -81,10 +83,10 @@ def load_file(
 
 
 def load_bytes(content: io.BytesIO, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Loads with :func:`torch.load` what is in memory.
+    """Loads the content of a file in memory with :func:`torch.load`.
 
     Raises:
-        pickle.UnpicklingError: There is something in it that ``weights_only`` forbids.
+        pickle.UnpicklingError: It holds something that ``weights_only`` forbids.
         Exception: Of any kind: it is damaged.
     """
     _check(content, weights_only)
@@ -92,15 +94,15 @@ def load_bytes(content: io.BytesIO, map_location: Any = None, weights_only: bool
 
 
 def _check(file: IO[bytes] | RangedFile, weights_only: bool | None) -> bool:
-    """Sees that torch can be given an archive: it believes all that one says of sizes.
+    """Checks the sizes in an archive, all of which torch believes.
 
     Returns:
-        Whether there is an archive, and it was looked at.
+        True if the file is an archive and was checked.
 
     Raises:
-        RuntimeError: It cannot.
+        RuntimeError: The archive is damaged, or takes more memory than it may.
     """
-    if _is_trusted(weights_only):  # what its author may do is the user's decision
+    if _is_trusted(weights_only):  # the user decides what the author may do
         return False
     is_archive = True
     try:
@@ -115,7 +117,7 @@ def _check(file: IO[bytes] | RangedFile, weights_only: bool | None) -> bool:
 
 
 def _is_trusted(weights_only: bool | None) -> bool:
-    """Whether :func:`torch.load` runs whatever code is in a file."""
+    """Returns whether :func:`torch.load` runs whatever code is in a file."""
     if weights_only is None:
         is_forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "").lower() in ("1", "y", "yes", "true")
         return is_forced or not _TORCH_GREATER_EQUAL_2_6
@@ -123,13 +125,13 @@ def _is_trusted(weights_only: bool | None) -> bool:
 
 
 class WithoutTensors(NamedTuple):
-    """An object whose tensors are left out.
+    """An object without the data of its tensors.
 
     Attributes:
-        obj: Its tensors are on the meta device. Each one's storage says at which byte of the file it is, in an
-            attribute ``_checkpoint_offset``.
-        storages: How many there are in the file.
-        file: The file, which is open until nobody has it any more.
+        obj: The object, with tensors on the meta device. Their storages have an attribute ``_checkpoint_offset``: the
+            byte of the file at which they begin.
+        storages: The number of storages in the file.
+        file: The file, to read more of it.
     """
 
     obj: Any
@@ -141,9 +143,9 @@ class OpenedFile:
     """A file of which more is going to be read under its name.
 
     Args:
-        place: Where it is.
-        file: The file, open.
-        size: In bytes.
+        place: The place of the file.
+        file: The open file. A remote one stays open as long as this object lives.
+        size: Bytes of the file.
     """
 
     def __init__(self, place: Place, file: IO[bytes], size: int) -> None:
@@ -153,13 +155,13 @@ class OpenedFile:
         self._version = None if isinstance(file, RangedFile) else _version(os.fstat(file.fileno()))
 
     def check(self) -> None:
-        """Looks whether the name still is that of this file.
+        """Checks that the place still has this file.
 
         Raises:
-            OSError: It is not.
+            OSError: It has another one, or none.
         """
         if self._file is not None:
-            self._file.keep(0, 1)  # some stores see it when they are asked for a part of the version that was opened
+            self._file.keep(0, 1)  # some stores refuse a range of a version that is no longer the newest
             self._file.check()
         elif _version(os.stat(self.place.raw)) != self._version:
             raise OSError(f"Could not read {self.place}: {REPLACED}")
@@ -170,15 +172,14 @@ def _version(found: os.stat_result) -> tuple[int, ...]:
 
 
 def load_without_tensors(place: Place, weights_only: bool | None = None) -> WithoutTensors | None:
-    """As :func:`load_file`, but leaves out what the tensors' storages hold.
+    """Loads a file without the data of its tensors.
 
     Returns:
-        None if the file is no archive of a machine with this byte order, or this release of torch does not tell where
-        storages are.
+        None if the file is no archive of a machine with this byte order, or has no tensors.
     """
     if weights_only is None and place.protocol in ("http", "https"):
         weights_only = False
-    file = open_checkpoint(place)  # a remote one stays open as long as it is looked at
+    file = open_checkpoint(place)
     with _damage_explained(place, file):
         size = file.seek(0, os.SEEK_END)
         if isinstance(file, RangedFile):
@@ -210,24 +211,19 @@ def _byte_order(file: IO[bytes]) -> str:
 
 
 def _expect_heads(file: RangedFile, starts: list[int]) -> None:
-    """Those of records, from which torch learns where in the record the tensor begins; near ones with one request."""
-    spans: list[tuple[int, int]] = []
-    for start in starts:
-        if spans and 0 <= start - spans[-1][0] < _NEAR:
-            spans[-1] = (spans[-1][0], start + _HEAD)
-        else:
-            spans.append((start, start + _HEAD))
-    file.expect(spans)
+    """Announces the headers of records, from which torch learns where in the record the tensor begins."""
+    heads = coalesce((range(start, start + _HEAD) for start in starts), _NEAR, _NEAR)
+    file.expect((group[0].start, group[-1].stop) for group in heads)
 
 
 def open_checkpoint(place: Place) -> IO[bytes]:
-    """Opens the file at ``place`` as :func:`~lightning.fabric.storage.transport.open.open_reader`; errors say more.
+    """Opens a file with :func:`~lightning.fabric.storage.transport.open.open_reader`; errors say what to do instead.
 
     Raises:
-        FileNotFoundError: There is nothing.
+        FileNotFoundError: There is nothing at ``place``.
         IsADirectoryError: There is a folder, such as a sharded checkpoint.
     """
-    with context_kept():  # what the store has answered says no more
+    with context_kept():  # the store's own error says no more
         try:
             return open_reader(place)
         except FileNotFoundError:
@@ -243,25 +239,25 @@ def open_checkpoint(place: Place) -> IO[bytes]:
 
 
 def not_found(place: Place) -> FileNotFoundError:
-    """Returns what says that nothing is there, and what to do; the same whoever wants to load from there."""
+    """Returns the error of every load from a place where nothing is."""
     return FileNotFoundError(f"Checkpoint file not found: {place}. {place.advice_if_missing()}.")
 
 
 def weights_only_of(path: _Path) -> bool | None:
-    """What the strategy that loads from ``path`` was asked for, if that says so."""
+    """Returns the ``weights_only`` that ``path`` carries from the strategy, None if it carries none."""
     weights_only: bool | None = getattr(path, "weights_only", None)
     return weights_only
 
 
 def archive(path: _Path) -> str | IO[bytes]:
-    """What :class:`torch.PyTorchFileReader` reads the checkpoint at ``path`` from, record by record.
+    """Returns what :class:`torch.PyTorchFileReader` takes to read a checkpoint record by record.
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
         IsADirectoryError: There is a folder.
-        RuntimeError: It is no archive, or truncated.
-        pickle.UnpicklingError: There is more than tensors and plain Python types, and :func:`weights_only_of` says that
-            nothing else is to be loaded: whoever reads the records unpickles what comes.
+        RuntimeError: The file is no archive, or truncated.
+        pickle.UnpicklingError: The file holds more than tensors and plain Python types, which :func:`weights_only_of`
+            forbids, and who reads the records would unpickle.
     """
     place = locate(path)
     if weights_only_of(path) and load_without_tensors(place, weights_only=True) is None:
@@ -279,14 +275,14 @@ def archive(path: _Path) -> str | IO[bytes]:
 
 
 def _expect_records(file: RangedFile, weights_only: bool | None = None) -> None:
-    """Tells the file what ``torch.load`` is going to read, in order.
+    """Announces to the file what ``torch.load`` is going to read, in order.
 
-    It reads small records at both ends of the archive, and then each tensor's as the pickle mentions it, which is in
+    torch reads small records at both ends of the archive, and then each tensor's as the pickle mentions it, which is in
     the order of their numbers. Older releases of torch wrote them in another order.
     """
     small = file.size <= _SMALL_FILE
     file.keep(0 if small else file.size - _TAIL, file.size)
-    is_checked = _check(file, weights_only)  # its pickle has been read then, and is kept
+    is_checked = _check(file, weights_only)  # then the pickle has been read, and is kept
     try:
         records = _records(file)
     except zipfile.BadZipFile as error:
@@ -323,27 +319,23 @@ def _tensor_number(name: str) -> int | None:
 
 @contextmanager
 def _damage_explained(place: Place, file: IO[bytes]) -> Iterator[None]:
-    """Torch's own errors about a damaged file do not name it, and about one of another kind they give wrong advice."""
+    """Names the file in torch's errors, and corrects their advice about files of another kind."""
     with context_kept():
         try:
             yield
         except OSError:
             raise
         except Exception as error:
-            if (why := _why_no_checkpoint(file)) is not None:
+            file.seek(0)
+            if (why := why_no_checkpoint(file.read(START))) is not None:
                 raise RuntimeError(f"{place} is no checkpoint: {why}.") from None
             if isinstance(error, pickle.UnpicklingError):
                 raise pickle.UnpicklingError(f"Could not load {place}: {error}") from None
             if (
                 isinstance(error, (EOFError, IndexError, zipfile.BadZipFile))
                 or isinstance(error.__cause__, (zipfile.BadZipFile, BrokenArchive))
-                or any(name in str(error) for name in _TORCHS)
+                or any(name in str(error) for name in _TORCH_READERS)
             ):
                 reason = str(error) or "it ends too early"
                 raise RuntimeError(f"{place} is truncated, or is no checkpoint: {reason}") from error
             raise
-
-
-def _why_no_checkpoint(file: IO[bytes] | RangedFile) -> str | None:
-    file.seek(0)
-    return why_no_checkpoint(file.read(START))

@@ -1,13 +1,12 @@
-"""What the first bytes of a file say about its kind, for errors about files that are no checkpoints."""
+"""The first bytes of files of many kinds, for errors about files that are no checkpoints."""
 
 from torch.serialization import MAGIC_NUMBER
 
 from lightning.fabric.storage.archives.archive_reader import ARCHIVE
 
-#: How much of a file to look at.
+#: The bytes of a file to look at.
 START = 512
-#: What the formats before PyTorch 1.6 begin with, near the first byte: a number as binary pickles and as others have
-#: it. The oldest of all is a tar archive.
+#: Formats before PyTorch 1.6 have a number near the first byte, in binary or in decimal. The oldest is a tar archive.
 _NUMBERS = (MAGIC_NUMBER.to_bytes(10, "little"), str(MAGIC_NUMBER).encode())
 _TAR, _TAR_AT = b"ustar", 257
 _UNPACK = "Unpack it"
@@ -29,13 +28,13 @@ _KINDS = (
 
 
 def why_no_checkpoint(start: bytes) -> str | None:
-    """Says what a file is that :func:`torch.save` has not written, and what to do.
+    """Returns what a file is that :func:`torch.save` has not written, and what to do.
 
     Args:
         start: The first :data:`START` bytes of the file, or all of a smaller one.
 
     Returns:
-        The end of a sentence and more sentences, without a full stop; None if it may be torch's.
+        The end of a sentence and more sentences, without a full stop; None if the file may be torch's.
     """
     if (
         start.startswith(ARCHIVE)

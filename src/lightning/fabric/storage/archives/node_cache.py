@@ -1,9 +1,10 @@
-"""Checkpoints that every rank loads: one rank of each node downloads the file, the others read that rank's copy.
+"""Shared downloads: one rank of each node downloads a checkpoint that all load, the others read that rank's copy.
 
 The copy is a memfd, memory that is a file without a name: it is not limited by the size of ``/dev/shm``, and is gone
 with the last process that holds it open, however that process ends.
 """
 
+import builtins
 import io
 import json
 import logging
@@ -38,8 +39,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Lightning's own methods that do the same on every rank, and do no more than to read the file at the path that they
-#: are given or to call another of these. Any other may read on one rank only, or something else.
+#: Lightning's methods that do the same on every rank: they read the file at the path that they are given, or call
+#: another of these. Any other method may read on one rank only, or something else.
 _PLAIN_LOADS = {
     "lightning.fabric.plugins.io.async_io.AsyncCheckpointIO.load_checkpoint",
     "lightning.fabric.plugins.io.torch_io.TorchCheckpointIO.load_checkpoint",
@@ -47,21 +48,19 @@ _PLAIN_LOADS = {
     "lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO.load_checkpoint",
     "lightning.pytorch.strategies.strategy.Strategy.load_checkpoint",
 }
-#: What a failed download raises: the first that fits, else ``OSError``.
-_KINDS: tuple[type[Exception], ...] = (
-    PermissionError,
-    FileNotFoundError,
-    IsADirectoryError,
-    TimeoutError,
-    ConnectionError,
-    ImportError,  # of the store's client; fsspec says what to install
-    ValueError,  # an unknown protocol
-    OSError,
-)
+#: Built-in types of which a failed download may be: also of a client that is not installed, or an unknown protocol.
+_KINDS = (OSError, ImportError, ValueError)
 
 
 class _Offer(NamedTuple):
-    """What a rank tells the others: what it wants to load, and where on its machine there is room for a copy."""
+    """A rank's request for a checkpoint, and its memory for a copy.
+
+    Attributes:
+        machine: A name of the machine, from :func:`_machine`.
+        source: The place of the checkpoint.
+        place: The path of the memory, on this machine.
+        name: The random name of the memory.
+    """
 
     machine: str
     source: Place
@@ -71,20 +70,20 @@ class _Offer(NamedTuple):
 
 @contextmanager
 def one_download_per_node(strategy: Any, path: _PATH, weights_only: bool | None) -> Iterator[tuple[_PATH, bool | None]]:
-    """For a body that calls ``strategy.load_checkpoint``; in a distributed job this is a collective call of all ranks.
+    """Yields the arguments for ``strategy.load_checkpoint``; in a distributed job a collective call of all ranks.
 
-    If several ranks on this machine want what is at one URL, the lowest of them downloads the file into memory, and all
-    of them load from there. That memory comes on top of what each rank makes of it, once the size of the file on each
-    node, and is free again when the last of them leaves the context.
+    If several ranks on this machine load from one URL, the lowest of them downloads the file into memory, and all load
+    from there. That memory has the size of the file, once on each node, and is free again when the last rank leaves the
+    context.
 
-    Each rank downloads for itself, as without this function, where nothing can be shared: by a process in another
-    container, on other systems than Linux, of ``memory://``, and when a strategy or a checkpoint plugin brings its own
-    ``load_checkpoint``. Ranks may ask for different paths.
+    Each rank downloads for itself where nothing can be shared: in another container, on other systems than Linux, from
+    ``memory://``, and with a strategy or a checkpoint plugin that has a ``load_checkpoint`` of its own. Ranks may load
+    from different paths.
 
     Args:
         strategy: The strategy of a Trainer or of Fabric.
-        path: What to load.
-        weights_only: As for :func:`torch.load`.
+        path: The path of the checkpoint.
+        weights_only: The argument of :func:`torch.load`.
 
     Yields:
         The path and the ``weights_only`` to call ``load_checkpoint`` with.
@@ -109,7 +108,7 @@ def one_download_per_node(strategy: Any, path: _PATH, weights_only: bool | None)
             own = f"/proc/self/fd/{copy.fileno()}"
             try:
                 yield own, weights_only
-            except (RuntimeError, pickle.UnpicklingError) as error:  # of a damaged file, which name it
+            except (RuntimeError, pickle.UnpicklingError) as error:  # of a damaged file, with the path of the copy
                 if own not in str(error):
                     raise
                 raise type(error)(str(error).replace(own, str(place))) from error
@@ -117,7 +116,7 @@ def one_download_per_node(strategy: Any, path: _PATH, weights_only: bool | None)
 
 def _reads_on_every_rank(strategy: Any) -> bool:
     ranks = torch.distributed.get_world_size() if _distributed_is_initialized() else 1
-    # other than the strategy's: a process group that someone has made for other purposes
+    # another number than the strategy's is of a process group that someone has made for other purposes
     if sys.platform != "linux" or ranks == 1 or ranks != getattr(strategy, "world_size", 1):
         return False
     reader = strategy
@@ -130,19 +129,19 @@ def _reads_on_every_rank(strategy: Any) -> bool:
 
 
 def _copy(place: Place, stack: ExitStack) -> IO[bytes] | None:
-    """A copy of the file that is open until ``stack`` ends, or None if this rank has to download for itself."""
+    """Returns a copy of the file, open until ``stack`` ends, or None if this rank has to download for itself."""
     rank = torch.distributed.get_rank()
     own, offer = _make_room(place, stack)
     offers = _gather(offer)
     wanted = Counter((other.machine, other.source) for other in offers if other is not None)
-    if max(wanted.values(), default=1) == 1:  # as every rank sees
+    if max(wanted.values(), default=1) == 1:  # the same on every rank
         return None
     peers = [i for i, other in enumerate(offers) if offer and other and other[:2] == offer[:2]]
     leader = offers[peers[0]] if peers else None
     leads = offer is not None and leader == offer
     copy = own if leads or leader is None else _open(leader, stack)
-    # The last collective, whose time is limited. Who reads the copy waits for its lock, which the kernel takes from
-    # the leader when that dies
+    # The last collective call, whose time is limited. Who reads the copy waits for its lock, which the kernel takes
+    # from the leader when that dies
     has_copy = _gather(copy is not None)
     if copy is None or leader is None or sum(has_copy[i] for i in peers) == 1:
         return None
@@ -158,8 +157,8 @@ def _gather(mine: T) -> list[T]:
 
 
 def _make_room(place: Place, stack: ExitStack) -> tuple[IO[bytes] | None, _Offer | None]:
-    """An empty copy, locked, with its description; None where there is nothing to share, or no way to."""
-    if place.protocol in ("file", "memory"):  # the latter is another one in every process
+    """Returns an empty copy, locked, with the offer of it; None where nothing can be shared."""
+    if place.protocol in ("file", "memory"):  # the latter differs between processes
         return None, None
     try:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -174,12 +173,12 @@ def _make_room(place: Place, stack: ExitStack) -> tuple[IO[bytes] | None, _Offer
 
 
 def _machine() -> str:
-    """What processes have in common that see each other in ``/proc``: a booted kernel, and a PID namespace of it."""
+    """Returns what processes that see each other in ``/proc`` have in common: a booted kernel and a PID namespace."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _open(offer: _Offer, stack: ExitStack) -> IO[bytes] | None:
-    """The copy of another rank, or None if it is out of reach. No other file has its name, which is random."""
+    """Returns the copy of another rank, or None if it is out of reach. No other file has its random name."""
     try:
         if os.readlink(offer.place) == offer.name:
             copy = stack.enter_context(cast(IO[bytes], io.FileIO(offer.place)))
@@ -192,7 +191,7 @@ def _open(offer: _Offer, stack: ExitStack) -> IO[bytes] | None:
 
 
 def _fill(copy: IO[bytes], place: Place, offer: _Offer) -> bool:
-    """Downloads the file into the copy, or the reason why there is none, and lets the others read that.
+    """Downloads the file into the copy, or writes there why that failed, and unlocks it for the others.
 
     Returns:
         False if there can be no copy, and each rank is to download for itself.
@@ -204,12 +203,12 @@ def _fill(copy: IO[bytes], place: Place, offer: _Offer) -> bool:
                 return False
             # After an error its traceback may hold a part of the view, which nobody can release then
             view = memoryview(memory)
-            _read(source, view)
+            _read_into(source, view)
             if isinstance(source, RangedFile):
                 source.check()
             view.release()
             memory.close()
-        fcntl.fcntl(copy, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)  # which tells that this is all of it
+        fcntl.fcntl(copy, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)  # a sign that this is all of it
         return True
     except Exception as error:
         failure = _failure(place, error)
@@ -222,18 +221,18 @@ def _fill(copy: IO[bytes], place: Place, offer: _Offer) -> bool:
 
 
 def _map(copy: IO[bytes], source: IO[bytes], place: Place) -> mmap.mmap | None:
-    """Gives the copy the size of the source."""
+    """Gives the copy the size of the source, and maps it."""
     try:
         size = source.seek(0, os.SEEK_END)
         source.seek(0)
         copy.truncate(size)
         return mmap.mmap(copy.fileno(), size)
-    except (OSError, ValueError) as error:  # no memory; or a server that does not tell the size
+    except (OSError, ValueError) as error:  # no memory; or a server that gives no size
         log.warning(f"Each rank downloads {place} for itself, for it cannot be shared: {error}")
         return None
 
 
-def _read(source: IO[bytes], view: memoryview) -> None:
+def _read_into(source: IO[bytes], view: memoryview) -> None:
     at = 0
     while at < len(view):
         count = cast(io.RawIOBase, source).readinto(view[at:])
@@ -243,23 +242,24 @@ def _read(source: IO[bytes], view: memoryview) -> None:
 
 
 def _is_filled(copy: IO[bytes], place: Place, leader: _Offer) -> bool:
-    """Waits for the leader. False if it ended without a result."""
-    # that the leader gets on is for the leader to tell, and others may wait for this rank
+    """Waits for the leader, and raises its failure. Returns False if it ended without a result."""
+    # to wait counts as progress: whether the leader makes any is for the leader to report
     locked = in_thread("checkpoint-wait", fcntl.flock, copy, fcntl.LOCK_SH)
     wait_until_done(locked, progress.made)
     locked.result()
     if not fcntl.fcntl(copy, fcntl.F_GET_SEALS) & fcntl.F_SEAL_GROW:
-        log.warning(f"The rank that was to download {place} for this one did not: it downloads for itself")
+        log.warning(f"The rank that was to download {place} for this one did not: this one downloads it itself")
         return False
     mark = leader.name.encode()
     if os.pread(copy.fileno(), len(mark), 0) != mark:
         return True
     kind, message = json.loads(copy.read()[len(mark) :])
-    raise next(known for known in _KINDS if known.__name__ == kind)(message)
+    raise getattr(builtins, kind)(message)
 
 
 def _failure(place: Place, cause: Exception) -> Exception:
-    kind = next((kind for kind in _KINDS if isinstance(cause, kind)), OSError)
+    built_in = (kind for kind in type(cause).__mro__ if kind.__module__ == "builtins" and issubclass(kind, _KINDS))
+    kind = next(built_in, OSError)
     reason = redact(str(cause))
     if kind is OSError or not reason:
         reason = f"{type(cause).__name__}: {reason}"

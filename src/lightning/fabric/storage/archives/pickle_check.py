@@ -1,60 +1,60 @@
-"""Sees what the pickle in an archive of ``torch.save`` says of tensors, without running code of it.
+"""Checks the tensors in the pickle of an archive of ``torch.save``, without running code of it.
 
-With ``weights_only=True`` torch runs none either, but it believes what it is told: a tensor can be said to be larger
-than its record, beyond which torch then reads, and a few bytes can ask for any memory.
+With ``weights_only=True`` torch runs none either, but it believes the sizes there: it reads beyond the record of a
+tensor that is larger than that, and a few bytes can ask for any amount of memory.
 """
 
+import dataclasses
 import io
 import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
 
-#: Tuples in each other, which are hashed in a recursion that nothing limits but the stack.
+#: The most tuples in each other: they are hashed in a recursion that only the stack limits.
 _NESTED = 500
-#: What may be made of data that are given more than once: for each byte of the pickle and of the tensors, and beside.
+#: The objects that a pickle may make of data that are used more than once: for each byte of it and of the tensors, and
+#: beside that.
 _PER_BYTE = 16
 _BESIDE = 2**24
-#: How long the names of tensors may be that are told.
+#: The most characters in the reported name of a tensor.
 _NAME = 500
-#: Of the elements of storages, by what these are called.
+#: The types of the elements of storages, by the storage's class.
 _DTYPES: dict[str, torch.dtype] = torch.storage._storage_type_to_dtype_map()
 
 
 class Contents:
-    """What a pickle says of tensors.
+    """The tensors of a pickle.
 
     Args:
-        loaded: What was made of the pickle, without its code.
+        loaded: The object in the pickle, with stand-ins for what its code would make.
     """
 
     def __init__(self, loaded: Any) -> None:
         self._loaded = loaded
 
     def names(self) -> dict[str, str]:
-        """What the tensors are called whose data are in the records, as far as that can be told."""
-        names: dict[str, str] = {}
-        for key, name in _names_of_storages(self._loaded):
-            names.setdefault(f"data/{key}", name)
-        return names
+        """Returns the names of tensors by that of the record with their data, as far as they are known."""
+        return {f"data/{key}": name for key, name in reversed([*_names_of_storages(self._loaded)])}  # the first stays
 
     def tensor(self) -> tuple[torch.dtype, tuple[int, ...]] | None:
-        """If the pickle is of a tensor and nothing else, the type of its elements and its shape."""
+        """Returns the type and the shape, if the pickle is of one tensor and nothing else."""
         if isinstance(self._loaded, _Inert) and self._loaded.dtype is not None:
             return self._loaded.dtype, tuple(self._loaded.parts[2])
         return None
 
 
 def check_pickle(data: bytes, sizes: Mapping[str, int]) -> Contents:
-    """Looks through the pickle of an archive.
+    """Checks the pickle of an archive.
 
     Args:
         data: The pickle.
-        sizes: Bytes of each record, by its name in the archive.
+        sizes: Bytes of the data of each record, by its name without the archive's own.
 
     Raises:
         Exception: Of any kind: the pickle is damaged, or a tensor is not within its record.
@@ -87,17 +87,17 @@ def _names_of_storages(loaded: Any) -> Iterator[tuple[str, str]]:
             stack += [(name, list(part) if isinstance(part, tuple) else part) for part in value.parts]
 
 
+@dataclasses.dataclass(frozen=True)
 class _Storage:
-    """Stands for a tensor's storage."""
+    """Stand-in for a tensor's storage."""
 
-    def __init__(self, key: str, nbytes: int, dtype: torch.dtype) -> None:
-        self.key = key
-        self.nbytes = nbytes
-        self.dtype = dtype
+    key: str
+    nbytes: int
+    dtype: torch.dtype
 
 
 class _Tuple(tuple[Any, ...]):
-    """A tuple that knows how many are in each other."""
+    """A tuple with the number of tuples in each other."""
 
     depth: int
 
@@ -111,12 +111,12 @@ class _Tuple(tuple[Any, ...]):
 
 
 class _Inert:
-    """Takes the place of a function or class of a pickle, and of what it makes, so that no code of it runs."""
+    """Stand-in for a function or class of a pickle, and for what it makes, so that no code runs."""
 
     module = name = ""
     unpickler: "_Unpickler"
     parts: list[Any]
-    #: Of a tensor whose data are in a record.
+    #: Set for a tensor whose data are in a record.
     numel = 0
     dtype: torch.dtype | None = None
 
@@ -154,13 +154,13 @@ class _Inert:
 
 
 def _dtype_of(storage: _Storage, others: tuple[Any, ...]) -> torch.dtype:
-    """The type of a tensor's elements: that of its storage, unless another one is named."""
+    """Returns the type of a tensor's elements: that of its storage, unless the pickle names another one."""
     named = [getattr(torch, one.name, None) for one in others if isinstance(one, type) and issubclass(one, _Inert)]
     return next((dtype for dtype in named if isinstance(dtype, torch.dtype)), storage.dtype)
 
 
 def _numel_of(storage: _Storage, itemsize: int, offset: Any, size: Any, stride: Any) -> int:
-    """The number of elements of a tensor, which has to be within its storage."""
+    """Returns the number of elements of a tensor, which has to be within its storage."""
     numbers = [offset, *size, *stride]
     if len(size) != len(stride) or not all(type(number) is int and number >= 0 for number in numbers):
         raise pickle.UnpicklingError(f"the tensor in record {storage.key!r:.200} has no size")
@@ -171,7 +171,7 @@ def _numel_of(storage: _Storage, itemsize: int, offset: Any, size: Any, stride: 
     return numel
 
 
-class _Unpickler(pickle._Unpickler):  # C's has no hold on what it makes
+class _Unpickler(pickle._Unpickler):  # the one in C makes tuples by itself
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
     stack: list[Any]
     append: Callable[[Any], None]
@@ -185,7 +185,7 @@ class _Unpickler(pickle._Unpickler):  # C's has no hold on what it makes
         self._classes: dict[tuple[str, str], type[_Inert]] = {}
 
     def rest(self) -> bytes:
-        """What is behind the pickle."""
+        """Returns the first byte behind the pickle, if there is one."""
         return self._file.read(1)
 
     def spend(self, count: int) -> None:
@@ -218,16 +218,9 @@ class _Unpickler(pickle._Unpickler):  # C's has no hold on what it makes
         items = self.pop_mark()
         self.append(_Tuple.of(items))
 
-    def _load_tuple1(self) -> None:
-        self.stack[-1] = _Tuple.of(self.stack[-1:])
-
-    def _load_tuple2(self) -> None:
-        self.stack[-2:] = [_Tuple.of(self.stack[-2:])]
-
-    def _load_tuple3(self) -> None:
-        self.stack[-3:] = [_Tuple.of(self.stack[-3:])]
+    def _load_short_tuple(self, count: int) -> None:
+        self.stack[-count:] = [_Tuple.of(self.stack[-count:])]
 
     dispatch[pickle.TUPLE[0]] = _load_tuple
-    dispatch[pickle.TUPLE1[0]] = _load_tuple1
-    dispatch[pickle.TUPLE2[0]] = _load_tuple2
-    dispatch[pickle.TUPLE3[0]] = _load_tuple3
+    for _opcode, _count in ((pickle.TUPLE1, 1), (pickle.TUPLE2, 2), (pickle.TUPLE3, 3)):
+        dispatch[_opcode[0]] = partial(_load_short_tuple, count=_count)
