@@ -1,4 +1,4 @@
-"""Saves beside training: a copy of the state in host memory, and a queue of saves that other threads carry out.
+"""Saves beside training: a copy of the state in host memory, and queues of saves that other threads carry out.
 
 It may use ``sharded``, ``archives`` and what is below these.
 """

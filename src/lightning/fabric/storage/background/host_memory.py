@@ -1,4 +1,4 @@
-"""Large blocks of host memory that are used again and again, and that accelerators can copy to at full rate."""
+"""Large blocks of host memory, used again and again, to which accelerators copy at full rate."""
 
 import math
 import mmap
@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Where tensors start, as in the archives of ``torch.save``.
+#: Tensors start at multiples of so many bytes, as in the archives of ``torch.save``.
 ALIGNMENT = 64
-#: Touched at a time; torch does not spread that few pages over its threads, which are for training.
+#: Bytes that are touched at a time; torch does not use its threads, which are for training, for that few pages.
 _TOUCHED = 64 * 2**20
 _PAGE = 4096
-#: From Linux's headers. What a process is forked with has the addresses, but none of the content.
+#: Linux's flag for memory of which a forked process gets the addresses, but not the content.
 _MADV_WIPEONFORK = 18
-#: From CUDA's headers. The memory counts as pinned for each of the devices.
+#: CUDA's flag for memory that counts as pinned for all devices.
 _HOST_REGISTER_PORTABLE = 1
 
 
 class HostMemory:
-    """One block of memory. It is given back when no tensor of it is left.
+    """One block of memory, freed when no tensor of it is left.
 
     Args:
-        size: Bytes.
+        size: Bytes of the block.
 
     Raises:
-        MemoryError: There is not so much.
+        MemoryError: The host has not enough memory.
     """
 
     def __init__(self, size: int) -> None:
@@ -41,12 +41,12 @@ class HostMemory:
         self._pinning_was_tried = False
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        """A contiguous tensor in this memory, with a storage of its own: torch saves it without what is around it.
+        """Returns a contiguous tensor in this memory, with a storage of its own, which torch saves without the rest.
 
         Args:
-            offset: Where it starts, in bytes.
-            dtype: Of the tensor.
-            shape: Of the tensor.
+            offset: The byte of the block at which the tensor starts.
+            dtype: The type of the elements.
+            shape: The shape of the tensor.
         """
         count = math.prod(shape)
         if count == 0:
@@ -54,16 +54,13 @@ class HostMemory:
         return torch.frombuffer(self._view, dtype=dtype, count=count, offset=offset).view(shape)
 
     def touch(self) -> None:
-        """Has the system find all of the memory now, which it else does when the memory is written for the first time.
-
-        The content becomes undefined.
-        """
+        """Writes to each page, for which the system then need not find memory later. The content becomes undefined."""
         pages = torch.frombuffer(self._view, dtype=torch.uint8)[::_PAGE]
         for at in range(0, len(pages), _TOUCHED // _PAGE):
             pages[at : at + _TOUCHED // _PAGE].fill_(0)
 
     def pin(self, device: torch.device) -> None:
-        """Lets accelerators copy to this memory while the CPU goes on. Where that is not possible, warns.
+        """Pins the memory, so that accelerators copy to it while the CPU goes on, or warns that this is not possible.
 
         Args:
             device: Any CUDA device that this process uses.
@@ -73,7 +70,7 @@ class HostMemory:
         self._pinning_was_tried = True
         address = torch.frombuffer(self._view, dtype=torch.uint8).data_ptr()
         # torch's own pinned memory would take the next power of two, and keep it when it is not needed any more
-        with ThreadPoolExecutor(1) as own_thread:  # for CUDA would report a failure once more, to whoever comes next
+        with ThreadPoolExecutor(1) as own_thread:  # CUDA reports a failure once more, to the next call in the thread
             error = own_thread.submit(_register, address, len(self._mapping), device).result()
         if error:
             warnings.warn(
@@ -83,7 +80,7 @@ class HostMemory:
                 stacklevel=2,
             )
         else:
-            # when no tensor is left that holds the view; until then the memory stays mapped
+            # called when no tensor is left that holds the view; until then the memory stays mapped
             weakref.finalize(self._view, _unregister, self._mapping, address, os.getpid()).atexit = False
 
 
@@ -105,13 +102,13 @@ def _map(size: int) -> mmap.mmap:
 
 
 def _register(address: int, size: int, device: torch.device) -> int:
-    """Returns CUDA's error, 0 for none."""
-    with torch.cuda.device(device):  # else this thread would use, and take memory of, the first device
+    """Pins memory, and returns CUDA's error, 0 for none."""
+    with torch.cuda.device(device):  # else this thread would take memory of the first device
         return int(_cuda().cudaHostRegister(address, size, _HOST_REGISTER_PORTABLE))
 
 
 def _unregister(mapping: mmap.mmap, address: int, process: int) -> None:
-    if os.getpid() == process:  # a fork of it has nothing pinned, and must not use CUDA
+    if os.getpid() == process:  # a forked one has nothing pinned, and must not use CUDA
         _cuda().cudaHostUnregister(address)
 
 

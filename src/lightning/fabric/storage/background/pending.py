@@ -1,6 +1,6 @@
-"""What is said to all that is saved and removed in the background, by whichever engine of this process.
+"""Waits for all saves and removals in the background of this process, whichever plugin they are of.
 
-The thread that trains hears of what became of it at its next step boundary, in :func:`settle`.
+The training thread settles them between two steps: callbacks are called, and errors raised.
 """
 
 import atexit
@@ -20,35 +20,33 @@ log = logging.getLogger(__name__)
 
 
 def will_exist(path: str | os.PathLike[str]) -> bool | None:
-    """Whether there will be a checkpoint at ``path`` when all is done; None if nothing is going to change there."""
+    """Returns whether a checkpoint will be at ``path`` when all is done; None if nothing is going to change there."""
     place = locate(path)
     answers = [queue.will_exist(place) for queue in tuple(busy)]
     return next((answer for answer in answers if answer is not None), None)
 
 
 def settle() -> None:
-    """Tells of what has ended: to be called by the thread that trains, between two steps.
+    """Reports what has ended, in the training thread between two steps.
 
     Raises:
-        OSError: A checkpoint could not be saved or removed; or whatever else the reason was. It is raised once. What
-            else has failed is logged.
+        OSError: A checkpoint could not be saved or removed; or an error of another type that was the reason. It is
+            raised once. Other failures are logged.
     """
     if busy:
         _raise_one([error for queue in tuple(busy) for error in queue.settle()])
 
 
 def news() -> int | None:
-    """The number of the last save by all ranks of which there is to tell; 0 if of others only; None if of nothing."""
+    """Returns the number of the last save by all ranks to report; 0 if there are others only; None if there is none."""
     return max((number for queue in tuple(busy) for number in queue.news), default=None)
 
 
 def settle_up_to(number: int) -> None:
-    """Tells of what has ended as :func:`settle` does, when the saves by all ranks have ended up to that number.
-
-    So each rank tells of the same of them, at the same place.
+    """Settles the saves by all ranks up to a number, when they have ended: the same on every rank.
 
     Raises:
-        OSError: As for :func:`settle`.
+        OSError: See :func:`settle`.
     """
     for queue in tuple(busy):
         queue.wait_for_number(number)
@@ -58,7 +56,7 @@ def settle_up_to(number: int) -> None:
 def _raise_one(errors: list[BaseException]) -> None:
     _log(errors[1:])
     if errors:
-        with context_kept():  # that of a store hides where it comes from
+        with context_kept():  # an error of a store hides its context
             raise errors[0]
 
 
@@ -68,41 +66,37 @@ def _log(errors: list[BaseException]) -> None:
 
 
 def wait() -> None:
-    """Waits until nothing is on its way, from any thread. Nothing is settled."""
+    """Waits until nothing is in flight, from any thread. Nothing is settled."""
     for queue in tuple(busy):
         queue.wait_until_idle()
 
 
 def drain() -> None:
-    """Waits until everything that is on its way is done, and settles it.
+    """Waits until nothing is in flight, and settles all.
 
     Ctrl-C ends the waiting at once, also if the signal was ignored before.
 
     Raises:
-        KeyboardInterrupt: There was a Ctrl-C. What was not saved is logged.
-        OSError: As for :func:`settle`.
+        KeyboardInterrupt: Ctrl-C was pressed. The saves that were not done are logged.
+        OSError: See :func:`settle`.
     """
     errors: list[BaseException] = []
     try:
-        while busy:  # those who wait for the end of a save may submit removals
+        while busy:  # callbacks of a save may submit removals
             with _interruptible():
                 for queue in tuple(busy):
                     queue.wait()
             errors += [error for queue in tuple(busy) for error in queue.settle()]
     except KeyboardInterrupt:
-        _give_up()
+        given_up = [save for queue in tuple(busy) for save in queue.give_up()]
+        if given_up:
+            lost = ", ".join(str(save.place) for save in given_up)
+            log.error(f"Interrupted: {lost} {'was' if len(given_up) == 1 else 'were'} not saved")
+        for save in given_up:
+            save.settle()
         _log(errors)
         raise
     _raise_one(errors)
-
-
-def _give_up() -> None:
-    given_up = [save for queue in tuple(busy) for save in queue.give_up()]
-    if given_up:
-        lost = ", ".join(str(save.place) for save in given_up)
-        log.error(f"Interrupted: {lost} {'was' if len(given_up) == 1 else 'were'} not saved")
-    for save in given_up:
-        save.settle()
 
 
 @contextmanager
@@ -124,5 +118,5 @@ def _drain_at_exit() -> None:
         _log([error])
 
 
-# before the thread pools end, which clients of stores need
+# runs before the thread pools end, which clients of stores use
 getattr(threading, "_register_atexit", atexit.register)(_drain_at_exit)

@@ -1,4 +1,4 @@
-"""Saves and removals that are done one after the other, in a thread."""
+"""A queue of saves and removals, which a thread does one after the other."""
 
 import logging
 import math
@@ -18,28 +18,32 @@ log = logging.getLogger(__name__)
 
 OnError = Literal["raise", "warn"]
 
-#: The queues of this process in which something is on its way, or has ended and is not settled: whoever made one may be
-#: gone by then.
+#: The queues of this process in which something is in flight, or has ended and is not settled. The plugin that made one
+#: may be gone by then.
 busy: "set[Queue]" = set()
 _of_thread = threading.local()
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    # what is on its way goes on in the parent: a child that waited for it, a data loader's worker say, would never end
+    # the parent goes on with what is in flight: a child that waited for it, such as a data loader's, would never end
     os.register_at_fork(after_in_child=busy.clear)
 
 
 class Save:
-    """A save on its way.
+    """A save in the background.
 
     Attributes:
-        place: Where to.
-        report: What it takes.
-        error: Why it failed, if it has.
-        skipped: Whether it was not begun, since an earlier one was still on its way.
+        place: The place to save to.
+        report: The report of its stages.
+        error: The reason why it failed, if it has.
+        skipped: Whether it was not begun, since as many saves were in flight as may be.
         was_given_up: Whether nobody waits for it any more.
         done: Whether it has come to its end, whatever that is.
-        number: Of a save by all ranks, which is the same on all of them and grows; 0 for one by this rank alone.
+        number: The number of a save by all ranks, which is the same on all of them and grows; 0 for one by this rank.
     """
+
+    verb = "saved"
+    is_conditional = False
+    leaves_something = True
 
     def __init__(self, place: Place, number: int = 0) -> None:
         self.place = place
@@ -53,15 +57,15 @@ class Save:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the checkpoint is durable."""
+        """Returns whether the checkpoint is durable."""
         return self.done and self.error is None and not self.skipped and not self.was_given_up
 
     def when_settled(self, callback: "Callable[[Save], None]") -> None:
-        """Has ``callback`` called, in the thread that settles, after the end of this save."""
+        """Registers what the thread that settles calls after the end of this save."""
         self._callbacks.append(callback)
 
     def settle(self) -> None:
-        """Tells those who wait for the end of this save."""
+        """Reports the end of this save to the listeners, and calls the callbacks."""
         if self.succeeded:
             save_report.finished(self.report)
         callbacks, self._callbacks = self._callbacks, []
@@ -69,20 +73,27 @@ class Save:
             callback(self)
 
 
-class _Removal:
-    def __init__(self, place: Place, is_partial: bool) -> None:
+class _FollowUp:
+    """A removal, or a copy of the save before it. It is dropped if that save fails.
+
+    Args:
+        place: The place where something is removed or made.
+        verb: Its name in messages, such as "removed".
+        leaves_something: Whether there is something at the place when it is done.
+    """
+
+    number = 0
+
+    def __init__(self, place: Place, verb: str, leaves_something: bool) -> None:
         self.place = place
-        self.is_partial = is_partial
+        self.verb = verb
+        self.leaves_something = leaves_something
         self.error: BaseException | None = None
         self.is_conditional = not getattr(_of_thread, "removes_unconditionally", False)
 
 
-class _Copy(_Removal):
-    """What makes a copy of the save before it. It is dropped when a removal would be."""
-
-
-#: What is to be done, how, and what is called afterwards, or when it is given up before it has begun.
-_Job = tuple[Save | _Removal, Callable[[], None], Callable[[], None]]
+#: A job, the function that does it, and one that is called afterwards, or when the job is given up before it has begun.
+_Job = tuple[Save | _FollowUp, Callable[[], None], Callable[[], None]]
 
 
 def _do_nothing() -> None:
@@ -96,8 +107,8 @@ class Queue:
     it is dropped, until that has been settled.
 
     Args:
-        max_in_flight: How many saves may be on their way at a time.
-        on_error: Whether :func:`settle` raises what failed, or logs a warning and lets training go on.
+        max_in_flight: The number of saves that may be in flight at a time.
+        on_error: Whether :func:`settle` raises the error of a save, or logs a warning and lets training go on.
     """
 
     def __init__(self, max_in_flight: int, on_error: OnError) -> None:
@@ -105,14 +116,14 @@ class Queue:
         self._on_error = on_error
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()  # the first is being done
-        self._doing: Save | _Removal | None = None  # also if it was given up
-        self._ended: deque[Save | _Removal] = deque()
+        self._doing: Save | _FollowUp | None = None  # also if it was given up
+        self._ended: deque[Save | _FollowUp] = deque()
         self._last_failed = False
-        self._is_running = False
+        self._thread: threading.Thread | None = None
 
     @property
     def has_room(self) -> bool:
-        """Whether a save can be submitted now."""
+        """Returns whether a save can be submitted now."""
         with self._changed:
             jobs = {self._doing, *(job for job, *_ in self._jobs)}
             return sum(isinstance(job, Save) for job in jobs) < self._max_in_flight
@@ -126,62 +137,71 @@ class Queue:
         return any(isinstance(job, Save) and job.place == place for job, *_ in self._jobs)
 
     def submit(self, save: Save, work: Callable[[], None], release: Callable[[], None] = _do_nothing) -> None:
-        """Has ``work`` done, which saves, and ``release`` in any case, which lets go of what it saves.
+        """Appends a save.
+
+        Args:
+            save: The save.
+            work: Saves.
+            release: Called in any case in the end, to let go of what is saved.
 
         Raises:
-            RuntimeError: There can be no more threads.
+            RuntimeError: No thread can be started.
         """
-        self._append(save, lambda: _do_save(save, work), release)
+
+        def work_with_report() -> None:
+            with save_report.reporting(save.report, background=True):
+                work()
+
+        self._append(save, work_with_report, release)
         _submitted(save)
 
     def skip(self, save: Save) -> None:
-        """Remembers a save that is not done."""
-        log.info(f"{save.place} is not saved, for an earlier save is still on its way")
+        """Appends a save that is not to be done."""
+        log.info(f"{save.place} is not saved, for an earlier save is still in flight")
         save.skipped = True
         _submitted(save)
-        self._append(save, lambda: None)
+        self._append(save, _do_nothing)
 
     def submit_removal(self, place: Place, work: Callable[[], None], is_partial: bool = False) -> None:
-        """Has ``work`` done, which removes what is at ``place``, unless the save before it fails.
+        """Appends a removal, which is dropped if the save before it fails.
 
         Args:
-            place: Where.
+            place: The place of what is removed.
             work: Removes it.
             is_partial: Whether what was saved there stays.
         """
-        self._append(_Removal(place, is_partial), work)
+        self._append(_FollowUp(place, "removed", is_partial), work)
 
     def submit_copy(self, place: Place, work: Callable[[], None]) -> None:
-        """Has ``work`` done, which copies what was saved last to ``place``, unless the save before it fails."""
-        self._append(_Copy(place, is_partial=False), work)
+        """Appends a copy of the last save to ``place``, which is dropped if that save fails."""
+        self._append(_FollowUp(place, "copied", leaves_something=True), work)
 
     def _append(
-        self, job: Save | _Removal, work: Callable[[], None], release: Callable[[], None] = _do_nothing
+        self, job: Save | _FollowUp, work: Callable[[], None], release: Callable[[], None] = _do_nothing
     ) -> None:
         busy.add(self)
         with self._changed:
             self._jobs.append((job, work, release))
-            if self._is_running:
+            if self._thread is not None:
                 return
-            self._is_running = True
+            self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
             try:
-                threading.Thread(target=self._run, name="checkpoints", daemon=True).start()
+                self._thread.start()
             except RuntimeError:  # nobody would ever do it
-                self._is_running = False
+                self._thread = None
                 self._jobs.pop()
                 release()
                 raise
 
     def _run(self) -> None:
-        _of_thread.is_of_queue = True
         while True:
             with self._changed:
                 if not self._jobs:
-                    self._is_running = False
+                    self._thread = None
                     return
                 job, work, release = self._jobs[0]
                 self._doing = job
-            if isinstance(job, Save) or not (job.is_conditional and self._last_failed):
+            if not (job.is_conditional and self._last_failed):
                 try:
                     try:
                         work()
@@ -194,7 +214,7 @@ class Queue:
             del work, release  # and what they hold
             self._end(job)
 
-    def _end(self, job: Save | _Removal) -> None:
+    def _end(self, job: Save | _FollowUp) -> None:
         with self._changed:
             self._doing = None
             if isinstance(job, Save):
@@ -206,20 +226,17 @@ class Queue:
             self._changed.notify_all()
 
     def will_exist(self, place: Place) -> bool | None:
-        """Tells whether the last job that is about ``place`` leaves something there; None if there is no such job."""
+        """Returns whether the last job at ``place`` leaves something there; None if there is no such job."""
         with self._changed:
-            for job, *_ in reversed(self._jobs):
-                if job.place == place:
-                    return isinstance(job, (Save, _Copy)) or job.is_partial
-            return None
+            return next((job.leaves_something for job, *_ in reversed(self._jobs) if job.place == place), None)
 
     def wait(self) -> None:
-        """Waits until everything is done. What that takes is in the reports of the saves that are waited for.
+        """Waits until everything is done. The reports of the saves that are waited for have the time of that.
 
         Raises:
-            RuntimeError: What is being done waits for itself.
+            RuntimeError: A job of this queue waits for itself.
         """
-        if getattr(_of_thread, "is_of_queue", False):
+        if threading.current_thread() is self._thread:
             raise RuntimeError(
                 "A checkpoint cannot be loaded through AsyncCheckpointIO while it saves one in the same thread: use the"
                 " plugin that it was made with."
@@ -232,12 +249,12 @@ class Queue:
         self.wait_until_idle()
 
     def wait_until_idle(self) -> None:
-        """Waits until everything is done, from any thread and untold."""
+        """Waits until everything is done, from any thread, and reports nothing."""
         with self._changed:
             self._changed.wait_for(lambda: not self._jobs)
 
     def give_up(self) -> list[Save]:
-        """Forgets what is not done; returns the saves among it, which have failed as far as anybody is told."""
+        """Forgets what is not done, and returns the saves among it, which count as failed."""
         with self._changed:
             saves = [job for job, *_ in self._jobs if isinstance(job, Save)]
             for job, _, release in self._jobs:
@@ -253,53 +270,41 @@ class Queue:
 
     @property
     def news(self) -> list[int]:
-        """The numbers of saves of which :meth:`settle` would tell, and 0 for a removal that has failed."""
+        """Returns the numbers of saves that :meth:`settle` would report, and 0 for a removal that has failed."""
         with self._changed:
-            return [getattr(job, "number", 0) for job in self._ended if isinstance(job, Save) or job.error is not None]
+            return [job.number for job in self._ended if isinstance(job, Save) or job.error is not None]
 
     def wait_for_number(self, number: int) -> None:
-        """Waits for the saves by all ranks up to that one."""
+        """Waits for the saves by all ranks up to that number."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: not any(isinstance(job, Save) and 0 < job.number <= number for job, *_ in self._jobs)
-            )
+            self._changed.wait_for(lambda: not any(0 < job.number <= number for job, *_ in self._jobs))
 
     def settle(self, up_to: float = math.inf) -> list[BaseException]:
-        """Tells of what has ended since the last call; returns the errors that are to be raised.
+        """Reports what has ended since the last call, and returns the errors that are to be raised.
 
         Args:
-            up_to: Of the saves by all ranks, the number of the last.
+            up_to: The number of the last save by all ranks to report.
         """
         errors: list[BaseException] = []
-        while self._ended and getattr(self._ended[0], "number", 0) <= up_to:
+        while self._ended and self._ended[0].number <= up_to:
             job = self._ended.popleft()
             if isinstance(job, Save):
                 try:
                     job.settle()
-                except Exception as error:  # of a logger, say; what else there is to tell must not get lost
+                except Exception as error:  # of a logger, say; the other reports must not get lost
                     errors.append(error)
             if job.error is None:
                 continue
             if self._on_error == "raise" or not isinstance(job.error, Exception):
                 errors.append(job.error)
             else:
-                log.warning(_told(job))
+                reason = f"{type(job.error).__name__}: {redact(str(job.error), job.place.raw)}"
+                log.warning(f"The checkpoint {job.place} was not {job.verb} ({reason})")
         with self._changed:
             if not self._jobs and not self._ended:
                 self._last_failed = False
                 busy.discard(self)
         return errors
-
-
-def _told(job: Save | _Removal) -> str:
-    verb = "saved" if isinstance(job, Save) else "copied" if isinstance(job, _Copy) else "removed"
-    reason = f"{type(job.error).__name__}: {redact(str(job.error), job.place.raw)}"
-    return f"The checkpoint {job.place} was not {verb} ({reason})"
-
-
-def _do_save(save: Save, work: Callable[[], None]) -> None:
-    with save_report.reporting(save.report, background=True):
-        work()
 
 
 def _submitted(save: Save) -> None:
@@ -309,7 +314,7 @@ def _submitted(save: Save) -> None:
 
 @contextmanager
 def watching() -> Iterator[list[Save]]:
-    """Collects the saves that this thread submits in the body."""
+    """Yields a list of the saves that this thread submits in the body."""
     lists = _of_thread.lists = getattr(_of_thread, "lists", [])
     saves: list[Save] = []
     lists.append(saves)
@@ -321,7 +326,7 @@ def watching() -> Iterator[list[Save]]:
 
 @contextmanager
 def unconditionally() -> Iterator[None]:
-    """For a body that submits removals which are to be done whatever becomes of the saves before them."""
+    """Makes removals that the body submits independent of the saves before them."""
     _of_thread.removes_unconditionally = True
     try:
         yield
@@ -331,7 +336,7 @@ def unconditionally() -> Iterator[None]:
 
 @contextmanager
 def without_skipping() -> Iterator[None]:
-    """For a body whose saves wait for room, whatever the user says of those that come too early."""
+    """Makes saves of the body wait for room, also where the user has early ones skipped."""
     before = may_skip()
     _of_thread.may_skip = False
     try:
@@ -341,5 +346,5 @@ def without_skipping() -> Iterator[None]:
 
 
 def may_skip() -> bool:
-    """Whether a save of this thread may be skipped."""
+    """Returns whether a save of this thread may be skipped."""
     return getattr(_of_thread, "may_skip", True)

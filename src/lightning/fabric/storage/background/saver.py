@@ -29,38 +29,38 @@ if TYPE_CHECKING:
 
 WhenBusy = Literal["wait", "skip"]
 
-#: What memory is prepared for beside model and optimizers.
+#: Bytes of memory that are prepared beside those of model and optimizers.
 _EXTRA = 2**20
-#: Of saves by all ranks, whichever saver they are of.
+#: Numbers of saves by all ranks, whichever saver they are of.
 _numbers = itertools.count(1)
 
 
 class BackgroundSaver:
-    """What one plugin, or what wraps it, saves with.
+    """The engine with which a plugin, or one that wraps it, saves.
 
     Args:
-        max_in_flight: How many saves may be on their way at a time, each of which has a copy of the state.
-        when_busy: Whether a save that comes when there are as many waits, or is skipped.
-        on_error: As for :class:`~lightning.fabric.storage.background.queue.Queue`.
+        max_in_flight: The number of saves that may be in flight at a time, each with a staged copy of the state.
+        when_busy: Whether a save waits while as many are in flight, or is skipped.
+        on_error: Whether an error is raised, see :class:`~lightning.fabric.storage.background.queue.Queue`.
     """
 
     def __init__(self, max_in_flight: int, when_busy: WhenBusy, on_error: OnError) -> None:
-        #: Of no use in another one.
+        #: The process that made it, in which alone it can be used.
         self.process = os.getpid()
         self._skips = when_busy == "skip"
         self._queue = Queue(max_in_flight, on_error)
         self._staging = Staging(max_in_flight)
-        #: Whether memory is being prepared for a save, or one has been begun.
+        #: Whether memory has been prepared for a save, or a save has been begun.
         self.is_warm = False
         #: Optimizers that have taken a step before there was anything to save.
         self._stepped: list[Optimizer] = []
-        #: Of the ranks, for the background, and the group of training that it belongs to.
+        #: The channel of the ranks in the background, and the process group of training that it belongs to.
         self._channel: Channel | None = None
         self._channel_of: ProcessGroup | None = None
         self._plans: PlanCache | None = None
 
     def set_up(self) -> None:
-        """Makes the process group in which the ranks meet in the background; a collective call."""
+        """Makes the process group of the saves in the background; a collective call."""
         if not _distributed_is_initialized():
             return
         world = torch.distributed.group.WORLD
@@ -73,8 +73,8 @@ class BackgroundSaver:
 
         Args:
             obj: Anything that ``torch.save`` takes. It is copied before this returns.
-            place: Where to.
-            write: Saves a copy of ``obj``.
+            place: The place to save to.
+            write: Saves the copy.
         """
         save = Save(place)
         if self._skips and may_skip() and not self._queue.has_room:
@@ -88,19 +88,19 @@ class BackgroundSaver:
                 staged = self._staging.stage_object(obj)
 
         def write_copy() -> None:
-            with stage("upload"):  # whatever the plugin does; ours tells apart what is the commit
+            with stage("upload"):  # whatever the plugin does; ours begins the stage of the commit itself
                 staged.wait()
                 write(staged.object())
 
         self._queue.submit(save, write_copy, staged.release)
 
     def save_sharded(self, state: dict[str, Any], meta: dict[str, Any] | None, place: Place) -> None:
-        """Saves a sharded checkpoint; a collective call, as the work in the background is among its threads.
+        """Saves a sharded checkpoint; a collective call, here and in the background.
 
         Args:
             state: The model and optimizer state of this rank. It is copied before this returns.
-            meta: What belongs to the checkpoint beside that, likewise; that of rank zero is saved.
-            place: Where to.
+            meta: The other objects of the checkpoint, which are copied as well. Those of rank zero are saved.
+            place: The place to save to.
         """
         from lightning.fabric.storage.background.staged_shard import stage as stage_shard
         from lightning.fabric.storage.collectives.rank_group import RankGroup
@@ -121,21 +121,20 @@ class BackgroundSaver:
                 self._queue.wait_for_room(place)
             try:
                 with stage("stage"):
-                    shard = stage_shard(Shard.of(state, meta, group), self._staging)
+                    copy, arrived = stage_shard(Shard.of(state, meta, group), self._staging)
             except BaseException as error:
-                # the other ranks learn of it where all meet, and this one raises it when they do
+                # raised in the next collective call of the save, on all ranks
                 self._queue.submit(save, partial(_save_shard, place, group, partial(_fail, error), plans))
                 if not isinstance(error, Exception):
                     raise
                 return
-        work = partial(_save_shard, place, group, shard.arrived, plans)
-        self._queue.submit(save, work, shard.copy.release)
+        self._queue.submit(save, partial(_save_shard, place, group, arrived, plans), copy.release)
 
     def remove(self, place: Place, work: Callable[[], None], is_partial: bool = False) -> None:
-        """Has ``work`` done after the last save, unless that fails.
+        """Removes something after the last save, unless that fails.
 
         Args:
-            place: Where it removes something.
+            place: The place of what is removed.
             work: Removes it.
             is_partial: Whether what was saved there stays.
         """
@@ -144,7 +143,7 @@ class BackgroundSaver:
     def stepped(self, optimizer: Optimizer) -> None:
         """Allocates memory for the parameters and the states of all optimizers when one takes its second step.
 
-        By then the others have taken their first, which makes their states.
+        Then the others have taken their first, in which their states are made.
         """
         if self.is_warm:
             return
@@ -157,14 +156,14 @@ class BackgroundSaver:
         self._stepped.clear()
 
     def copy_when_saved(self, place: Place, work: Callable[[], None]) -> None:
-        """As :meth:`remove`, for what makes a copy at ``place`` of the last save."""
+        """Copies the last save to ``place``, unless it fails."""
         self._queue.submit_copy(place, work)
 
     def warm(self, tensors: Iterable[Tensor]) -> None:
         """Allocates memory in a thread, so that the first save need not.
 
         Args:
-            tensors: What a state of this rank mostly consists of. They are only looked at.
+            tensors: Most of the tensors of a state of this rank. Only their sizes matter.
         """
         self.is_warm = True
         local = [tensor for tensor in map(_local, tensors) if is_plain(tensor)]
@@ -174,18 +173,18 @@ class BackgroundSaver:
 
 
 def states_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """The tensors that optimizers keep beside the parameters."""
+    """Returns the tensors that optimizers keep beside the parameters."""
     values = [value for optimizer in optimizers for of in optimizer.state.values() for value in of.values()]
     return [value for value in values if isinstance(value, Tensor)]
 
 
 def saves_here(strategy: Any) -> bool:
-    """Whether this rank has to do with the saves of a strategy."""
+    """Returns whether this rank takes part in the saves of a strategy."""
     return bool(strategy.is_global_zero or saves_shards(strategy))
 
 
 def optimizer_stepped(strategy: Any, optimizer: Optimizer) -> None:
-    """To be called after each step of an optimizer that Fabric has set up."""
+    """Prepares memory; Fabric calls this after each step of an optimizer that it has set up."""
     saver = saver_of(getattr(strategy, "checkpoint_io", None))
     if saver is not None and not saver.is_warm and saves_here(strategy):
         saver.stepped(optimizer)
@@ -207,8 +206,8 @@ def _fail(error: BaseException) -> Any:
 
 
 def saver_of(checkpoint_io: Any) -> BackgroundSaver | None:
-    """The engine of a plugin, or of one that it wraps; None if it saves in the training thread."""
-    from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO  # which imports what is above
+    """Returns the engine of a plugin, or of one that it wraps; None if it saves in the training thread."""
+    from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO  # would be a circle at the top
 
     while isinstance(checkpoint_io, CheckpointIO):
         saver = getattr(checkpoint_io, "saver", None)

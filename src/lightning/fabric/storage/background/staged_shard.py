@@ -1,38 +1,26 @@
-"""A rank's shard with a copy of its contents in host memory."""
+"""Staged copies of a rank's shard."""
 
-import dataclasses
-import io
+from collections.abc import Callable
 
 from torch import Tensor
-from torch.distributed.checkpoint import SavePlan
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning.fabric.storage.background.staging import Staged, Staging
 from lightning.fabric.storage.sharded.save_planner import Shard
 
 
-@dataclasses.dataclass(frozen=True)
-class StagedShard:
-    """A copy of what this rank has of a state.
+def stage(shard: Shard, staging: Staging) -> tuple[Staged, Callable[[], Shard]]:
+    """Copies a rank's shard to host memory.
 
-    Attributes:
-        copy: Where the memory is.
+    Returns:
+        The copy, and a function that waits for its bytes and returns a shard of it.
     """
-
-    copy: Staged
-    _plan: SavePlan
-    #: What is no tensor has been made into bytes already.
-    _contents: dict[MetadataIndex, Tensor | io.BytesIO]
-    _tensors: list[MetadataIndex]
-
-    def arrived(self) -> Shard:
-        """The copy, when it is complete."""
-        self._contents.update(zip(self._tensors, self.copy.tensors, strict=True))
-        return Shard(self._plan, lambda item: self._contents[item.index], self.copy.object())
-
-
-def stage(shard: Shard, staging: Staging) -> StagedShard:
-    """Copies all that a rank has of a state to host memory."""
-    contents = {item.index: shard.resolve(item) for item in shard.plan.items}
+    contents = {item.index: shard.resolve(item) for item in shard.plan.items}  # objects are bytes already
     tensors = {index: content for index, content in contents.items() if isinstance(content, Tensor)}
-    return StagedShard(staging.stage_tensors(list(tensors.values()), shard.meta), shard.plan, contents, list(tensors))
+    indexes, plan = list(tensors), shard.plan
+    copy = staging.stage_tensors(list(tensors.values()), shard.meta)
+
+    def arrived() -> Shard:
+        contents.update(zip(indexes, copy.tensors, strict=True))
+        return Shard(plan, lambda item: contents[item.index], copy.object())
+
+    return copy, arrived

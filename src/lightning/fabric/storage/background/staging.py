@@ -1,7 +1,7 @@
-"""Copies of states in host memory, from which checkpoints are written while training goes on.
+"""Staged copies of states in host memory, from which checkpoints are written while training goes on.
 
-A copy holds the state as it was when it was made, whatever happens to the original: the tensors' memory is copied, from
-all devices, into one block that is used for one copy after the other, and everything else is pickled.
+The tensors' memory is copied, from all devices, into one block that is used for one copy after the other, and
+everything else is pickled.
 """
 
 import threading
@@ -22,9 +22,8 @@ class Staging:
     """Makes copies in memory that it keeps from one to the next, and replaces only by more.
 
     Args:
-        slots: For how many copies at a time memory is kept. Who has so many waits for the release of one before the
-            next. Where that is not possible, in a signal handler that saves while a copy is being made, or in another
-            thread, the next has memory of its own, which is given back with it.
+        slots: The number of copies for which memory is kept. More of them at a time, such as one in a signal handler
+            that saves while a copy is being made, have memory that is freed with them.
     """
 
     def __init__(self, slots: int = 1) -> None:
@@ -37,7 +36,7 @@ class Staging:
         """Allocates the memory of one copy in a thread; the first copy, which would else do it, waits for the rest.
 
         Args:
-            size: Bytes of tensors that are expected. If there are more, the memory is allocated again.
+            size: Bytes of the expected tensors. For more, the memory is allocated again.
             pinned: Whether some of the tensors are on CUDA devices.
         """
         device = torch.device("cuda", torch.cuda.current_device()) if pinned else None
@@ -52,22 +51,22 @@ class Staging:
             obj: Anything that ``torch.save`` takes.
 
         Returns:
-            The copy. Bytes from CUDA devices may be on their way still, and the devices' current streams wait for that
-            before they do anything else: what is launched from now on does not change the copy.
+            The copy. Bytes from CUDA devices may be in flight still. The devices' current streams wait for them: what
+            is launched from now on does not change the copy.
 
         Raises:
             pickle.PicklingError: A part of the object cannot be pickled; the message names it.
             RuntimeError: Tensors of different types share memory, which ``torch.save`` does not take.
-            MemoryError: There is not enough host memory.
+            MemoryError: The host has not enough memory.
         """
         return self.stage_tensors((), obj)
 
     def stage_tensors(self, tensors: Sequence[Tensor], obj: Any = None) -> "Staged":
-        """Copies tensors each by itself, and one object.
+        """Copies tensors, each into a storage of its own, and one object, as :meth:`stage_object` does.
 
         Args:
-            tensors: Of any kind. If one comes twice, it is copied once.
-            obj: As for :meth:`stage_object`, which tells what is returned and raised.
+            tensors: Tensors of any kind. One that comes twice is copied once.
+            obj: Anything that ``torch.save`` takes.
         """
         slot = self._take()
         staged = Staged(self, slot)
@@ -117,11 +116,11 @@ class Staging:
         for device, pairs in on_cuda.items():
             staged._sources += [source for _, source in pairs]
             self._copy_beside(staged, device, pairs)
-        for target, source in on_host:  # while the devices copy; also from other devices, which it waits for
+        for target, source in on_host:  # while CUDA devices copy; also from other devices, for which this waits
             target.copy_(source)
 
     def _copy_beside(self, staged: "Staged", device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Copies on a stream of its own, for which the device's current stream waits, but not the CPU."""
+        """Copies on a stream of its own, for which the device's current stream waits, but the CPU does not."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream, current = self._streams[device], torch.cuda.current_stream(device)
@@ -140,10 +139,10 @@ class Staging:
 
 
 class Staged:
-    """A copy of a state. What it gives is of use until its release."""
+    """A copy of a state, which can be used until its release."""
 
     def __init__(self, staging: Staging, slot: "_Slot") -> None:
-        #: Bytes of tensors that were copied.
+        #: Bytes of the copied tensors.
         self.size = 0
         self._staging = staging
         self._slot: _Slot | None = slot
@@ -162,9 +161,9 @@ class Staged:
         self._sources.clear()
 
     def object(self) -> Any:
-        """Makes an object like the one that was copied, as loading it with ``map_location="cpu"`` would.
+        """Waits for the bytes, and makes an object like the copied one, as a load with ``map_location="cpu"`` would.
 
-        Waits for its bytes. Each tensor that has memory is saved without that of the others.
+        Each tensor that has memory is saved without that of the others.
         """
         assert self._pickled is not None, "has been released"
         self.wait()
@@ -172,16 +171,16 @@ class Staged:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The copies of the tensors, in host memory; waits for their bytes.
+        """Waits for the bytes, and returns the copies of the tensors.
 
-        They are contiguous and have a storage each, but for those that are more than values in memory, such as sparse
-        ones.
+        They are contiguous and have a storage each, except for tensors that are more than values in memory, such as
+        sparse ones.
         """
         self.wait()
         return self._tensors
 
     def release(self) -> None:
-        """Lets the memory be used for another copy. A second call does nothing."""
+        """Gives the memory back for another copy. A second call does nothing."""
         self.wait()
         self._pickled, self._storages, self._tensors = None, [], []
         slot, self._slot = self._slot, None
@@ -193,7 +192,7 @@ class _Slot:
     """The memory of one copy."""
 
     def __init__(self) -> None:
-        #: Bytes that it has, or is being warmed for.
+        #: Bytes that it has, or for which memory is being prepared.
         self.size = 0
         self._memory: HostMemory | None = None
         self._warming: threading.Thread | None = None
@@ -207,7 +206,7 @@ class _Slot:
             self._warming.start()
 
     def reserve(self, sources: list[Tensor]) -> list[Tensor]:
-        """Memory for each tensor, of a CUDA device's kind if one is on such a device."""
+        """Returns a place in memory for each tensor; the memory is pinned if one is on a CUDA device."""
         if self._warming is not None:
             self._warming.join()
             self._warming = None
@@ -222,13 +221,13 @@ class _Slot:
         try:
             self._allocate(size, device).touch()
         except MemoryError:
-            self.size = 0  # the first save tries again, and says what is wrong
+            self.size = 0  # the first save tries again, and raises the error
 
     def _allocate(self, size: int, device: torch.device | None) -> HostMemory:
         if self._memory is None or self._memory.size < size:
-            # what has grown once may go on growing, and new memory takes longer than a copy
+            # a state that has grown may go on growing, and new memory takes longer than a copy
             size += 0 if self._memory is None else size // 8
-            self._memory = None  # first: there is never twice as much
+            self._memory = None  # first, so that there is never twice as much
             self._memory = HostMemory(size)
             self.size = size
         if device is not None:

@@ -1,4 +1,4 @@
-"""Takes objects apart, into bytes and the memory of tensors, and puts them together with that memory elsewhere."""
+"""Pickles objects without the memory of their tensors, and restores them with that memory elsewhere."""
 
 import io
 import pickle
@@ -14,24 +14,24 @@ from typing_extensions import override
 from lightning.fabric.storage.archives.tensor_bytes import is_plain
 from lightning.fabric.storage.gc_pause import collection_paused
 
-#: Read at a time, for no other thread of Python's can run meanwhile.
+#: Bytes that are read at a time, while no other thread of Python's can run.
 _UNINTERRUPTED = 2**20
 _FREQUENT = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32})
 _NOT_PICKLABLE = (pickle.PicklingError, TypeError, AttributeError)
-#: What holds, for each thread, the device that torch restores tensors to; before torch 2.5 it was in another place.
+#: torch's thread-local with the device to restore tensors to; before torch 2.5 it was in another place.
 _RESTORING: Any = (
     getattr(torch.serialization, "_serialization_tls", None) or torch._utils._thread_local_state  # type: ignore[attr-defined]
 )
 
 
 class Pickled:
-    """An object without the memory of its tensors, with all else as it was when this was made.
+    """An object, pickled without the memory of its tensors.
 
     Args:
         obj: Anything that ``torch.save`` takes.
 
     Raises:
-        pickle.PicklingError: A part of it cannot be pickled; the message names it.
+        pickle.PicklingError: A part of the object cannot be pickled; the message names it.
         RuntimeError: Tensors of different types share memory, which ``torch.save`` does not take.
     """
 
@@ -48,14 +48,12 @@ class Pickled:
         self._storages = pickler.storages
 
     def take_storages(self) -> list[UntypedStorage]:
-        """The memory of the tensors, on any device, of which this object keeps nothing from now on."""
+        """Returns the memory of the tensors, on any device, and keeps none of it."""
         storages, self._storages = self._storages, []
         return storages
 
     def restore(self, storages: Sequence[UntypedStorage]) -> Any:
-        """Makes an object that is like the one that was pickled.
-
-        Other threads get their turn meanwhile, at least after each MiB.
+        """Makes an object like the one that was pickled. Other threads get their turn after each MiB at least.
 
         Args:
             storages: Host memory with the content of :meth:`take_storages`.
@@ -71,7 +69,7 @@ class Pickled:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves storages out, each of which has a place in a list."""
+    """Leaves storages out, and puts each into a list once."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -81,7 +79,7 @@ class _Pickler(pickle.Pickler):
 
     @override
     def reducer_override(self, obj: Any) -> Any:
-        """Reduces the tensors that most states are full of as these do it themselves, in less than half the time."""
+        """Reduces frequent tensors as ``Tensor.__reduce_ex__`` does, in less than half the time."""
         is_frequent = type(obj) is Tensor and obj.dtype in _FREQUENT and obj.device.type in ("cpu", "cuda")
         if not is_frequent or obj.__dict__ or not is_plain(obj):
             return NotImplemented
@@ -91,7 +89,7 @@ class _Pickler(pickle.Pickler):
 
     @override
     def persistent_id(self, obj: Any) -> int | None:
-        kind = type(obj)  # of which there are no subclasses; this is called for each and every object
+        kind = type(obj)  # there are no subclasses of these; this is called for each and every object
         if kind is TypedStorage:
             return self._place(obj._untyped_storage, obj.dtype)
         return self._place(obj, torch.uint8) if kind is UntypedStorage else None
@@ -120,7 +118,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Reader(io.BytesIO):
-    """Python can change to another thread whenever these are called, but not within the methods of the base class."""
+    """A file whose methods let other threads run, which those of the base class do not."""
 
     @override
     def read(self, size: int | None = -1, /) -> bytes:
@@ -137,7 +135,7 @@ class _Reader(io.BytesIO):
 
 @contextmanager
 def _restoring_to_host() -> Iterator[None]:
-    """Of tensors without a storage, torch has pickled the device."""
+    """Restores tensors without a storage, with which torch has pickled the device, to host memory."""
     before = getattr(_RESTORING, "map_location", None)
     _RESTORING.map_location = "cpu"
     try:
