@@ -142,10 +142,10 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-# ByteRanges
+# Byte ranges
 
 
-def test_a_region_is_cut_into_boxes_that_hold_each_of_its_bytes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_cut_into_boxes_that_hold_each_of_its_bytes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(byte_ranges, "BLOCK", 16)
     monkeypatch.setattr(byte_ranges, "REQUEST", 128)
     monkeypatch.setattr(byte_ranges, "GAP", 24)
@@ -157,15 +157,15 @@ def test_a_region_is_cut_into_boxes_that_hold_each_of_its_bytes_once(monkeypatch
         numbers = np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
         wanted = numbers[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
         for unlimited in (True, False):
-            region = ByteRange(shape, offsets, lengths, 4)
+            part = ByteRange(shape, offsets, lengths, 4)
             found, last = np.full(lengths, -1), -1
-            for box in region.boxes(unlimited):
+            for box in part.boxes(unlimited):
                 assert box.start >= last  # by the first byte
                 last = box.start
                 if box.stop - box.start != 4 * int(np.prod(box.lengths)) or not unlimited:
                     assert -(-box.stop // 16) * 16 - box.start // 16 * 16 <= 128
                 run = numbers.reshape(-1)[box.start // 4 : box.stop // 4]
-                strides = [4 * stride for stride in region.strides]
+                strides = [4 * stride for stride in part.strides]
                 values = np.lib.stride_tricks.as_strided(run, box.lengths, strides)
                 assert run[-1] == values[(-1,) * len(shape)]  # and no byte more
                 assert (found[box.slices] == -1).all()
@@ -174,7 +174,7 @@ def test_a_region_is_cut_into_boxes_that_hold_each_of_its_bytes_once(monkeypatch
 
 
 @pytest.mark.parametrize(("offsets", "lengths"), [((0, 0), (2, 4)), ((-1, 0), (1, 1)), ((0,), (1,)), ((2, 0), (1, 1))])
-def test_a_region_beyond_a_tensor_is_an_error(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+def test_a_part_beyond_a_tensor_is_an_error(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="has no"):
         ByteRange((2, 3), offsets, lengths, 4)
 

@@ -3,8 +3,8 @@
 import os
 import pickle
 import types
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
 
 import torch
 from typing_extensions import override
@@ -57,27 +57,31 @@ def write_object(obj: Any, file: Announced) -> None:
     torch pickles everything before it writes the first byte. Meanwhile each tensor's storage is announced to the file,
     which can then plan for the size, and need not copy the memory.
     """
-    announce = file.announce
-
-    class Announcing(pickle.Pickler):
-        @override
-        def dump(self, obj: Any) -> None:
-            with collection_paused():
-                super().dump(obj)
-
-        @override
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, torch.Tensor) and (storage := _storage_of(obj)) is not None:
-                announce(storage)
-            return NotImplemented
-
     # torch makes the pickler itself, of a class that it derives from that of the module
+    bound = type("Pickler", (_Announcing,), {"announce": staticmethod(file.announce)})
     module = types.ModuleType("pickle")
-    module.__dict__.update(vars(pickle), Pickler=Announcing)
+    module.__dict__.update(vars(pickle), Pickler=bound)
     try:
         torch.save(obj, file, pickle_module=module)  # type: ignore[arg-type]  # it is all that torch needs of one
     finally:
-        del announce  # the class lives until the next garbage collection, and would keep the file alive
+        del bound.announce  # type: ignore[attr-defined]  # a class lives until the next garbage collection
+
+
+class _Announcing(pickle.Pickler):
+    """Announces the storages of the tensors that it pickles."""
+
+    announce: ClassVar[Callable[[torch.UntypedStorage], None]]
+
+    @override
+    def dump(self, obj: Any) -> None:
+        with collection_paused():
+            super().dump(obj)
+
+    @override
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and (storage := _storage_of(obj)) is not None:
+            type(self).announce(storage)
+        return NotImplemented
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

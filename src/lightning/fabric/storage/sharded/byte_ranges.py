@@ -1,4 +1,4 @@
-"""Which bytes of a tensor, stored row by row, a region of it needs."""
+"""The bytes of a part of a tensor that is stored row by row."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,19 +7,19 @@ from typing import NamedTuple
 from lightning.fabric.storage.sharded.checksums import BLOCK
 from lightning.fabric.storage.transport.ranged_file import REQUEST
 
-#: Bytes that nobody needs and that are read all the same, for that takes less time than another request: a store
+#: The most bytes that are read although they are not wanted, for that takes less time than another request: a store
 #: answers after 10 to 30 ms, in which a connection carries 1 MiB and more.
 GAP = 2**20
 
 
 class Box(NamedTuple):
-    """A part of a region that is read together.
+    """A box of elements that is read together.
 
     Attributes:
-        offsets: Of its first element in the region, in each dimension.
-        lengths: In elements, in each dimension.
-        start: Of its first byte in the tensor's data.
-        stop: Of the byte after its last one there.
+        offsets: The index of its first element in the part of the tensor.
+        lengths: Its shape, in elements.
+        start: The offset of its first byte in the tensor's data.
+        stop: The offset of the byte after its last one there.
     """
 
     offsets: tuple[int, ...]
@@ -29,21 +29,21 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What a tensor of the region's size is indexed with for it."""
+        """Returns the index of the box in a tensor of the part's shape."""
         return tuple(slice(offset, offset + length) for offset, length in zip(self.offsets, self.lengths, strict=True))
 
 
 class ByteRange:
-    """A region of a tensor.
+    """A part of a tensor, in bytes.
 
     Args:
-        shape: Of the tensor, which is contiguous.
-        offsets: Of the region's first element, in each dimension.
-        lengths: Of the region in elements, in each dimension.
+        shape: The shape of the tensor, which is contiguous.
+        offsets: The index of the part's first element.
+        lengths: The shape of the part, in elements.
         itemsize: Bytes of one element.
 
     Raises:
-        ValueError: The tensor has no such region.
+        ValueError: The tensor has no such part.
     """
 
     def __init__(self, shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], itemsize: int) -> None:
@@ -54,7 +54,7 @@ class ByteRange:
             raise ValueError(f"A tensor of the shape {list(shape)} has no {list(lengths)} at {list(offsets)}")
         self.lengths = tuple(lengths)
         self.itemsize = itemsize
-        #: Bytes of the region.
+        #: Bytes of the part.
         self.nbytes = math.prod(lengths) * itemsize
         #: Elements from one index to the next, in each dimension of the tensor.
         self.strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -62,29 +62,29 @@ class ByteRange:
 
     @property
     def is_dense(self) -> bool:
-        """Whether its bytes are one run."""
+        """Returns whether its bytes are one run."""
         return self._span(0) == self.nbytes
 
     def flat(self) -> "ByteRange":
-        """The same of a tensor with one dimension; for a region that is dense."""
+        """Returns the same bytes, which are dense, as a part of a tensor with one dimension."""
         first, count = self._start // self.itemsize, self.nbytes // self.itemsize
         return ByteRange((first + count,), (first,), (count,), self.itemsize)
 
     def boxes(self, unlimited: bool) -> Iterator[Box]:
-        """Cuts the region, unless it is empty, where its bytes are far apart or too many for one request.
+        """Cuts the part where its bytes are far apart or too many for one request.
 
         Args:
-            unlimited: Bytes that are one run need not be cut.
+            unlimited: Whether bytes that are one run need not be cut.
 
         Returns:
-            The boxes, by their first byte. With the blocks that it touches, one that is limited is as large as a
-            request at most. It covers all of the region in every dimension after the one where the region was cut.
+            The boxes, by their first byte. One that is limited is at most as large as a request, with the blocks that
+            it touches. It covers all of the part in every dimension after the one where the part was cut.
         """
         if self.nbytes:
             yield from self._cut((), self._start, unlimited)
 
     def _span(self, dim: int) -> int:
-        """Bytes from the first to the last, of what has one index in each dimension before ``dim``."""
+        """Returns the bytes from the first to the last of one index in each dimension before ``dim``."""
         inner = zip(self.lengths[dim:], self.strides[dim:], strict=True)
         return self.itemsize * (1 + sum((length - 1) * stride for length, stride in inner))
 
@@ -111,5 +111,5 @@ class ByteRange:
 
 
 def _limit(start: int) -> int:
-    """Up to where one request can go that begins with the block of ``start``."""
+    """Returns the last byte, exclusive, of the largest request that begins with the block of ``start``."""
     return start // BLOCK * BLOCK + REQUEST

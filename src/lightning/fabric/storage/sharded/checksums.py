@@ -1,14 +1,14 @@
 """Checksums of the records in a shard, with which any part of a record can be checked by itself.
 
-A record is what torch.distributed.checkpoint saves of one item: an archive that holds one tensor, or other bytes. It is
-a head, the data and a tail; head and tail are empty unless it is an archive whose tensor's bytes are the data. The data
-are cut into blocks. Each block has the CRC-32 of all the data up to its end, so that the last one is what an archive
-says of its tensor, and a block is checked by going on from the one before it.
+A record holds one item of torch.distributed.checkpoint: an archive with one tensor, or other bytes. It consists of a
+head, the data and a tail; head and tail are empty unless the data are the bytes of an archive's tensor. The data are
+cut into blocks. Each block has the CRC-32 of all the data up to its end, so that the last one is the archive's own, and
+a block is checked by going on from the one before it.
 """
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,21 +16,21 @@ from numpy.typing import NDArray
 
 from lightning.fabric.storage.sharded.packing import narrow
 
-#: Bytes of data with one checksum: a part of a record is read in whole blocks.
+#: Bytes of data with one checksum. A part of a record is read in whole blocks.
 BLOCK = 2**20
 
 
 class Record(NamedTuple):
-    """Where a record is, and its checksums.
+    """A record's place in its file, and its checksums.
 
     Attributes:
-        offset: Of its first byte in the file.
-        length: In bytes.
-        data: Of the first byte of the data in the file. Beyond ``offset`` if the record is an archive whose tensor's
-            bytes, contiguous and in native byte order, are the data; else ``offset``.
-        nbytes: Of the data.
-        crcs: Four bytes each, little-endian: of the head unless it is empty, of the blocks, of the tail unless empty.
-            Empty if none were stored.
+        offset: The offset of the first byte in the file.
+        length: Bytes of the record.
+        data: The offset of the first byte of the data in the file. It is beyond ``offset`` if the record is an archive
+            whose tensor's bytes, contiguous and in native byte order, are the data.
+        nbytes: Bytes of the data.
+        crcs: The checksums, of four bytes each, little-endian: of the head unless it is empty, of the blocks, of the
+            tail unless it is empty. Empty if none were stored.
     """
 
     offset: int
@@ -41,25 +41,25 @@ class Record(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Of the first byte after the record."""
+        """Returns the offset of the first byte after the record."""
         return self.offset + self.length
 
     @property
     def is_tensor(self) -> bool:
-        """Whether the data are a tensor's bytes."""
+        """Returns whether the data are a tensor's bytes."""
         return self.data > self.offset
 
     def blocks(self) -> list[tuple[int, int, int, int | None]]:
-        """The pieces that have a checksum: start and end in the file, the CRC to go on from, and the one to reach.
+        """Returns the pieces that have a checksum: start and end in the file, the CRC to go on from, and that to reach.
 
-        The latter is None if none were stored.
+        The latter is None if no checksums were stored.
         """
         crcs: Sequence[int | None] = struct.unpack(f"<{len(self.crcs) // 4}I", self.crcs)
         if not crcs:
             crcs = [None] * (2 + -(-self.nbytes // BLOCK))
         end = self.data + self.nbytes
         pieces = []
-        if self.data > self.offset:
+        if self.is_tensor:
             pieces.append((self.offset, self.data, 0, crcs[0]))
         first = len(pieces)
         for number, start in enumerate(range(self.data, end, BLOCK), first):
@@ -74,10 +74,10 @@ class FileRecords(NamedTuple):
     """The records of a file, in a few objects. In a checkpoint's metadata it is a dictionary of the same.
 
     Attributes:
-        size: Of the file, in bytes.
-        records: What :mod:`struct` calls the type of each number, and the numbers: all of a :class:`Record` but the
-            checksums, one record after another, little-endian.
-        crcs: Of all records, one after another.
+        size: Bytes of the file.
+        records: The code of a type in :mod:`struct`, and numbers of that type, little-endian: all fields of a
+            :class:`Record` but the checksums, one record after another.
+        crcs: The checksums of all records, one after another.
     """
 
     size: int
@@ -92,16 +92,16 @@ class FileRecords(NamedTuple):
 
     @property
     def places(self) -> NDArray[np.int64]:
-        """The offset and the length of each record."""
+        """Returns the offset and the length of each record."""
         code, data = self.records
         return np.frombuffer(data, f"<{code}").reshape(-1, 4)[:, :2].astype(np.int64)
 
 
 def records_of(described: Mapping[str, Any]) -> list[Record]:
-    """The records of a file, from what a checkpoint's metadata have of it, be it of this release or an earlier one.
+    """Returns the records of a file, from a checkpoint's metadata of this release or an earlier one.
 
     Raises:
-        ValueError: There can be no such records in a file of that size.
+        ValueError: A file of that size cannot have such records.
     """
     if isinstance(described["records"], list):
         records = [Record(*entry) for entry in described["records"]]
@@ -137,30 +137,23 @@ class Checksums:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        #: Of all data so far.
+        #: The CRC-32 of all data so far.
         self.crc = 0
         self._crcs: list[int] = []
 
     def update(self, data: memoryview) -> None:
         """Goes on with bytes that follow on the earlier ones."""
-        for piece in _cut(data, BLOCK - self.nbytes % BLOCK):
+        at = 0
+        while piece := data[at : at + BLOCK - self.nbytes % BLOCK]:
             self.crc = zlib.crc32(piece, self.crc)
             self.nbytes += len(piece)
+            at += len(piece)
             if self.nbytes % BLOCK == 0:
                 self._crcs.append(self.crc)
 
     def record(self, offset: int, head: bytes = b"", tail: bytes = b"") -> Record:
-        """The record that starts at ``offset`` and has all the data so far."""
+        """Returns the record that starts at ``offset`` and has all the data so far."""
         crcs = [*self._crcs, self.crc] if self.nbytes % BLOCK else self._crcs
         crcs = [*([zlib.crc32(head)] if head else []), *crcs, *([zlib.crc32(tail)] if tail else [])]
         length = len(head) + self.nbytes + len(tail)
         return Record(offset, length, offset + len(head), self.nbytes, struct.pack(f"<{len(crcs)}I", *crcs))
-
-
-def _cut(data: memoryview, first: int) -> Iterator[memoryview]:
-    at = 0
-    size = first
-    while at < len(data):
-        yield data[at : at + size]
-        at += size
-        size = BLOCK

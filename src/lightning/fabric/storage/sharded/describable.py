@@ -1,8 +1,8 @@
-"""What the format of torch.distributed.checkpoint can describe of a state, and what it takes only as an object.
+"""Prepares states for the format of torch.distributed.checkpoint, which cannot describe every part of one.
 
-It takes dictionaries and lists apart, and describes each tensor by its type and shape. Dictionaries come back with keys
-that are strings, and empty ones not at all; of tensors that are more than values in memory, such as sparse ones, only
-the values come back, if anything. So these are pickled as they are.
+It describes each tensor by its type and shape, and nested dictionaries and lists by the paths in them. Keys of
+dictionaries come back as strings, and empty dictionaries not at all; of tensors that are more than values in memory,
+such as sparse ones, only the values come back, if anything. Such parts are pickled as they are.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ class Object:
 
 
 def describable(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same state with an :class:`Object` for each part that would not come back as it is.
+    """Returns the state with an :class:`Object` for each part that would not come back as it is.
 
     Raises:
-        ValueError: Such a part holds a distributed tensor, of which each rank has only its own part.
+        ValueError: Such a part holds a distributed tensor, of which each rank has only its own shard.
     """
     return {name: _describable(value, name) for name, value in state.items()}
 
@@ -49,26 +49,25 @@ def _describable(value: Any, path: str) -> Any:
 
 
 def is_values(tensor: Tensor) -> bool:
-    """Whether a tensor is no more than a type, a shape and values."""
-    if not is_sized(tensor) or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        return False
-    return type(tensor.detach()) is Tensor
+    """Returns whether a tensor is no more than a type, a shape and values."""
+    is_strided = is_sized(tensor) and tensor.layout == torch.strided
+    return is_strided and not tensor.is_quantized and not tensor.is_meta and type(tensor.detach()) is Tensor
 
 
 def is_sized(tensor: Tensor) -> bool:
-    """Whether a tensor has a size, as most have."""
+    """Returns whether a tensor has a size, as most have."""
     return is_distributed(tensor) or (not is_lazy(tensor) and not tensor.is_nested)
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether a tensor knows which part of a larger one it is."""
+    """Returns whether a tensor knows which part of a larger one it is."""
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     return hasattr(tensor, "__create_write_items__") or isinstance(tensor, ShardedTensor)
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Whether a tensor is distributed, and another rank may have other values."""
+    """Returns whether a tensor is distributed, and another rank may have other values."""
     if not is_distributed(tensor):
         return False
     placements = getattr(tensor, "placements", None)
@@ -76,7 +75,7 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a collection, with the names that lead to them joined by dots."""
+    """Yields the tensors in a collection, each with its path, the keys joined by dots."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(tree, Tensor):
         yield path, tree
@@ -91,5 +90,5 @@ def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def shards_in(tree: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Those of :func:`tensors_in` of which each rank has a part."""
+    """Yields the tensors in a collection of which each rank has a shard, each with its path."""
     return ((inner, tensor) for inner, tensor in tensors_in(tree, path) if is_shard(tensor))

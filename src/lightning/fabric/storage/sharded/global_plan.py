@@ -1,4 +1,4 @@
-"""What the ranks of a sharded save write together, found without an object for each of the items of all ranks."""
+"""The global plan of a sharded save, made without an object for each of the items of all ranks."""
 
 import math
 import pickle
@@ -25,16 +25,16 @@ from lightning.fabric.storage.gc_pause import collection_paused
 from lightning.fabric.storage.sharded.packing import Made, made_numbers, made_sizes
 
 _Numbers = NDArray[np.int64]
-#: The number of dimensions of what is no tensor.
+#: The number of dimensions of objects that are no tensors.
 _NO_TENSOR = -1
 
 
 class PackedPlan(NamedTuple):
-    """What a rank has of a state, in a form that costs rank zero little.
+    """The local plan of a rank, in a form that costs rank zero little.
 
     Attributes:
-        items: Pickled, as many ranks have the same: for each item an :class:`_Item`, and what torch calls planner data.
-        places: Where the chunks are in their tensors, and how large: the offsets of all, then the sizes of all.
+        items: A pickle that many ranks have in common: an :class:`_Item` for each item, and torch's planner data.
+        places: The offsets of all chunks in their tensors, then the sizes of all.
     """
 
     items: bytes
@@ -42,7 +42,7 @@ class PackedPlan(NamedTuple):
 
     @classmethod
     def of(cls, plan: SavePlan) -> "PackedPlan":
-        """Packs what torch's planner made."""
+        """Packs a plan of torch's planner."""
         items: list[_Item] = []
         offsets: list[int] = []
         sizes: list[int] = []
@@ -58,32 +58,42 @@ class PackedPlan(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """Of a plan; without properties and the whole tensor's size if it is no tensor."""
+    """An item of a plan.
+
+    Attributes:
+        name: The name of the tensor or object.
+        properties: The properties of the tensor, None for an object.
+        size: The size of the whole tensor, None for an object.
+        is_shard: Whether the tensor is distributed. Ranks that have the same part then have the same values.
+    """
 
     name: str
     properties: TensorProperties | None
     size: torch.Size | None
-    #: Whether it is of a distributed tensor, of which those that have the same part have the same values.
     is_shard: bool
 
 
 class _Part(NamedTuple):
-    """The items of one name."""
+    """The items of one name.
 
-    #: Where they are among all, in order of their names.
+    Attributes:
+        items: Their places among all items in the order of names.
+        keys: Their indexes in the metadata.
+        ranks: The ranks that write them.
+    """
+
     items: slice
     keys: Any
-    #: Which ranks write them.
     ranks: Made
 
 
 class GlobalPlan:
-    """What all ranks write, on rank zero. It is the same for all saves of a state that keeps its shape.
+    """The items that all ranks write. It is the same for all saves of a state that keeps its shape.
 
     Args:
-        described: What the tensors and other objects are, by name.
-        planner_data: Of all ranks.
-        order: The items in the order of their names, by their place among those that the ranks write one after another.
+        described: The metadata of the tensors and other objects, by name.
+        planner_data: The planner data of all ranks.
+        order: The items in the order of their names, as indexes of those that rank after rank writes.
         parts: The items of each name.
     """
 
@@ -96,11 +106,11 @@ class GlobalPlan:
         self._parts = parts
 
     def metadata(self, files: list[str], written: list[_Numbers]) -> Metadata:
-        """What is to be pickled as the metadata of the checkpoint.
+        """Returns the metadata of the checkpoint, to be pickled.
 
         Args:
             files: The name of each rank's file.
-            written: Of each rank that writes something, the offset in its file, and the length, of each of its items.
+            written: The offset and the length, in bytes of its file, of each item of each rank that writes some.
         """
         places = np.concatenate([np.empty((0, 2), np.int64), *written])
         assert len(places) == len(self._order), "every rank writes all of its items, or fails"
@@ -117,21 +127,21 @@ class GlobalPlan:
 
 
 def join_plans(plans: Sequence[PackedPlan]) -> tuple[list[bytes], GlobalPlan]:
-    """What each rank is to write, and what the checkpoint consists of.
+    """Joins the local plans of all ranks.
 
-    What several ranks have of a distributed tensor is written by the one of them that has the least to write, as by
-    torch's own planner, which looks for chunks that overlap in a time that grows with the square of the number of
-    ranks. All else may differ from rank to rank, and belong together: the lowest rank that has it writes it.
+    A part of a distributed tensor that several ranks have is written by the one of them that has the least to write, as
+    with torch's own planner, whose time grows with the square of the number of ranks. Anything else that several ranks
+    have may differ, and belong together: the lowest of them writes it.
 
     Args:
-        plans: What each rank has.
+        plans: The local plan of each rank.
 
     Returns:
-        For each rank, whether it writes its items: a byte for each, 1 or 0. And all of them together.
+        A byte for each item of each rank, 1 if the rank writes it or 0; and the global plan.
 
     Raises:
-        ValueError: The chunks of a tensor are not all there is of it, or lie outside of it; or ranks have different
-            things of one name.
+        ValueError: The chunks of a tensor do not make up the tensor, or lie outside of it; or ranks have different
+            kinds of objects of one name.
     """
     with collection_paused():
         rows = _Rows(plans)
@@ -141,11 +151,11 @@ def join_plans(plans: Sequence[PackedPlan]) -> tuple[list[bytes], GlobalPlan]:
 
 
 class _Items:
-    """The items of a plan, and those of any other with the same.
+    """The items that some plans have in common.
 
     Args:
-        pickled: From a :class:`PackedPlan`.
-        numbers: Takes the names, each of which it gives a number.
+        pickled: The pickle in a :class:`PackedPlan`.
+        numbers: Filled with a number for each name.
     """
 
     def __init__(self, pickled: bytes, numbers: dict[str, int]) -> None:
@@ -167,7 +177,7 @@ class _Rows:
             if plan.items not in known:
                 known[plan.items] = _Items(plan.items, numbers)
         of_ranks = [known[plan.items] for plan in plans]
-        #: By their numbers.
+        #: The names, in the order of their numbers.
         self.names = list(numbers)
         self.planner_data: dict[str, Any] = {}
         for items in reversed(known.values()):
@@ -184,7 +194,7 @@ class _Rows:
         self._starts = np.cumsum([0, *(len(items.items) for items in of_ranks)])
 
     def item(self, row: int) -> _Item:
-        """What a row is of."""
+        """Returns the item of a row."""
         rank = int(self.rank[row])
         return self._of_ranks[rank].items[row - int(self._starts[rank])]
 
@@ -194,7 +204,7 @@ def _numbers(values: Any) -> _Numbers:
 
 
 def _padded(dims: _Numbers, values: _Numbers, fill: int) -> _Numbers:
-    """A row of equal length for each item."""
+    """Returns a row of equal length for each item."""
     most = int(dims.max(initial=0))
     rows = np.full((len(dims), most), fill, np.int64)
     rows[np.arange(most) < dims[:, None]] = values
@@ -202,7 +212,7 @@ def _padded(dims: _Numbers, values: _Numbers, fill: int) -> _Numbers:
 
 
 def _without_duplicates(rows: _Rows, world: int) -> NDArray[np.bool_]:
-    """Which rows are written, of those that are the same on several ranks one."""
+    """Returns whether each row is written: one of those that are the same on several ranks."""
     keys = (*rows.offsets.T, rows.dims, rows.name)
     order = np.lexsort(keys)
     differs = np.ones(len(order), bool)
@@ -256,7 +266,7 @@ def _join(rows: _Rows, written: _Numbers) -> GlobalPlan:
 
 
 class _Shared:
-    """Has one object for what is alike, for most tensors are cut alike."""
+    """Makes one object for equal columns, for most tensors are cut alike."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[tuple[int, ...], bytes], Made] = {}

@@ -1,13 +1,14 @@
-"""Reads the pickle in ``.metadata``, which may be a stranger's: no code of it runs, and it takes memory for its size.
+"""Unpickles ``.metadata``, which may be a stranger's: no code of it runs, and memory is bounded by its size.
 
-A pickle names functions and classes of any module, and has them called. Here it is given stand-ins for those that torch
-and this library write into ``.metadata``, and nothing else. They call what they stand for with arguments as they should
-be, make no more objects than a file of that size has use for, and cannot be changed by the pickle.
+A pickle calls functions and classes of any module. Here it gets stand-ins for those that torch and this library write
+into ``.metadata``, and nothing else. They check arguments, make no more objects than a file of that size has use for,
+and cannot be changed by the pickle.
 
-For a million objects it has to be C's unpickler, to which some bytes are enough for gigabytes of memory: the opcodes
-are looked through before.
+For a million objects it takes the unpickler in C, which a few bytes can make allocate gigabytes: the opcodes are
+checked before.
 """
 
+import dataclasses
 import io
 import itertools
 import operator
@@ -26,20 +27,22 @@ from torch.distributed.checkpoint import filesystem, metadata
 from typing_extensions import override
 
 from lightning.fabric.storage.gc_pause import collection_paused
+from lightning.fabric.storage.transport.threads import in_thread
 
-#: Opcodes with what follows on them, but for those of :data:`_COUNTED`. What no pickler of Python's has written since
-#: protocol 4, what runs code, and what takes memory beyond the size of the file is not among them.
+#: Opcodes with their arguments, except for :data:`_COUNTED`. Those that no pickler of Python's has written since
+#: protocol 4, that run code, or that take memory beyond the size of the file are not among them.
 _OPCODES = re.compile(
     rb"(?:[().Nabetsu\]}R\x81\x85-\x89\x92-\x94]+|[Khq].|M..|[Jj].{4}|G.{8}|\x80.|\x95.{8}){1,4000}", re.DOTALL
 )
-#: Opcodes that say how many bytes follow on them, and how many bytes of the opcode do so.
+#: Opcodes with a count of the bytes that follow, and the bytes of that count.
 _COUNTED = dict(zip(b"\x8cX\x8dCB\x8e\x96\x8a\x8b", (1, 4, 8, 1, 4, 8, 8, 1, 4), strict=True))
 _STOP = b"."
-#: A tuple in a tuple is hashed in a recursion that nothing limits but the stack: bytes of it for each, and more.
+#: Bytes of the stack for each tuple in a tuple, which are hashed in a recursion that only the stack limits; and the
+#: number of them for which any stack is large enough.
 _STACK = 256
 _SHALLOW = 2000
-#: How many objects the columns of numbers of :mod:`~lightning.fabric.storage.sharded.packing` may become, for each byte
-#: of the file and beside that. There are three bytes at least for a part of a tensor, which costs ten, generously.
+#: The objects that columns of numbers of :mod:`~lightning.fabric.storage.sharded.packing` may become, for each byte of
+#: the file and beside that. A part of a tensor has three bytes at least, and becomes ten objects at most.
 _OBJECTS_PER_BYTE = 8
 _OBJECTS = 10_000
 _DIMS = 1000
@@ -48,10 +51,10 @@ _NUMBERS = re.compile(r"<([0-9]{0,12})([BHIQ])")
 
 
 def unpickle(content: bytes) -> Any:
-    """Makes what ``content`` says, which is a pickle.
+    """Unpickles metadata.
 
     Raises:
-        Exception: Of any kind; it is no pickle of metadata, or has something else in it.
+        Exception: Of any kind; ``content`` is no pickle of metadata, or has something else in it.
     """
     _check_opcodes(content)
     levels = min(content.count(b"("), content.count(b"t")) + sum(map(content.count, (b"\x85", b"\x86", b"\x87")))
@@ -81,41 +84,29 @@ def _check_opcodes(content: bytes) -> None:
 
 
 def _with_stack(nbytes: int, function: Callable[[], Any]) -> Any:
-    """Calls a function in a thread with a stack of that size, of which memory is taken as far as it is used."""
-    outcome: list[Any] = [None, None]
-
-    def run() -> None:
-        try:
-            outcome[0] = function()
-        except BaseException as error:
-            outcome[1] = error
-
+    """Calls a function in a thread with a stack of that size, which takes memory as far as it is used."""
     before = threading.stack_size(-(-nbytes // 2**16) * 2**16)
     try:
-        thread = threading.Thread(target=run, name="checkpoint-unpickle", daemon=True)
-        thread.start()
+        outcome = in_thread("checkpoint-unpickle", function)
     finally:
         threading.stack_size(before)
-    thread.join()
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+    return outcome.result()
 
 
 class _Sealed(type):
-    """Of classes whose attributes a pickle cannot set."""
+    """The type of classes whose attributes a pickle cannot set."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise pickle.UnpicklingError(f"it sets {name!r} of a class")
 
 
 def _class(made: type) -> type:
-    """Stands for a dataclass. What it makes has no attributes yet, as the pickle is going to set them."""
+    """Returns a stand-in for a dataclass. Its objects have no attributes until the pickle sets them."""
     return _Sealed(made.__name__, (), {"__slots__": (), "__new__": partial(object.__new__, made), "made": made})
 
 
 def _function(call: Callable[..., Any]) -> Any:
-    """Stands for a function, as an object without attributes."""
+    """Returns a stand-in for a function, an object without attributes."""
     return type("function", (), {"__slots__": (), "__call__": staticmethod(call)})()
 
 
@@ -143,34 +134,30 @@ def _layout(name: Any) -> torch.layout:
 
 
 def _path(*parts: Any) -> str:
-    """Of where torch saved the checkpoint, of which no use is made."""
+    """Returns the path where torch saved the checkpoint, of which no use is made."""
     return str(parts[-1]) if parts and type(parts[-1]) is str else ""
 
 
+@dataclasses.dataclass(frozen=True)
 class _Lazy:
-    """Stands for an iterator: what becomes a list or a dictionary only if it is not too much.
+    """Stand-in for an iterator, which becomes a list or a dictionary only if that is not too large.
 
     Args:
-        count: How many items it has.
-        cost: How many objects are made beside them.
-        nested: How many iterators there are in each other.
-        iterate: Begins.
+        count: The number of items.
+        cost: The number of objects that are made beside them.
+        nested: The number of iterators in each other.
+        iterate: Returns the iterator.
     """
 
-    __slots__ = ("cost", "count", "iterate", "nested")
+    __slots__ = ("cost", "count", "iterate", "nested")  # and no dictionary, which a pickle could change
     count: int
     cost: int
     nested: int
     iterate: Callable[[], Iterator[Any]]
 
-    def __init__(self, count: int, cost: int, nested: int, iterate: Callable[[], Iterator[Any]]) -> None:
-        if nested > _NESTED:
+    def __post_init__(self) -> None:
+        if self.nested > _NESTED:
             raise pickle.UnpicklingError("iterators are nested too deep")
-        for name, value in (("count", count), ("cost", cost), ("nested", nested), ("iterate", iterate)):
-            object.__setattr__(self, name, value)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError(f"it sets {name!r} of an iterator")
 
     @classmethod
     def of(cls, values: Any) -> "_Lazy":
@@ -182,7 +169,7 @@ class _Lazy:
 
     @classmethod
     def joined(cls, combine: Callable[..., Any], values: Any, count: Callable[..., int] = min) -> "_Lazy":
-        """What ``combine`` makes of several iterators."""
+        """Returns the stand-in for what ``combine`` makes of several iterators."""
         parts = [cls.of(one) for one in values]
         total = count([part.count for part in parts])
         return cls(
@@ -203,7 +190,7 @@ def _repeat(value: Any, count: int = sys.maxsize) -> _Lazy:
 
 
 def _numbers(code: Any, data: Any) -> int:
-    """How many there are."""
+    """Returns the number of numbers in a column."""
     found = _NUMBERS.fullmatch(code)
     if found is None or type(data) is not bytes:
         raise pickle.UnpicklingError("there is a column of something else than numbers")
@@ -214,15 +201,13 @@ def _iter_unpack(code: Any, data: Any) -> _Lazy:
     return _Lazy(len(data) // struct.calcsize(code), _numbers(code, data), 0, partial(struct.iter_unpack, code, data))
 
 
-#: What can be called for each item of columns, by its stand-in.
-_Callables = dict[Any, Callable[..., Any]]
-
 _INDEX = _class(metadata.MetadataIndex)
 _CHUNK = _class(metadata.ChunkStorageMetadata)
 _INFO = _class(filesystem._StorageInfo)
 _SIZE = _function(_size)
 _GETITEM = _function(operator.getitem)
-_CALLABLES: _Callables = {
+#: Functions that :func:`map` may call, by their stand-ins.
+_CALLABLES: dict[Any, Callable[..., Any]] = {
     _INDEX: metadata.MetadataIndex,
     _CHUNK: metadata.ChunkStorageMetadata,
     _INFO: filesystem._StorageInfo,
@@ -265,7 +250,7 @@ if hasattr(metadata, "StorageMeta"):  # since torch 2.3
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gives a pickle the stand-ins. Those that make many objects know how many there may be."""
+    """Gives a pickle the stand-ins, and limits the number of objects that some of them make."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))

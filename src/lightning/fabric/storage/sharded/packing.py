@@ -1,8 +1,8 @@
-"""Numbers in few bytes, and what stands in a pickle for the many objects that are made of them.
+"""Columns of numbers in few bytes, which stand in a pickle for the many objects that are made of them.
 
 The metadata of a thousand ranks have a million of torch's small objects. To pickle these takes many seconds, for much
-of which no other thread of Python's can run. Here a pickle has columns of numbers, and says which functions make the
-objects of them when it is read. As these are Python's and torch's own, any reader gets what it would get otherwise.
+of which no other thread of Python's can run. Here a pickle has columns of numbers, and the functions that make the
+objects of them when it is read. These are Python's and torch's own, so that any reader gets the same objects.
 """
 
 import struct
@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-#: Of :mod:`struct`, and of NumPy: whole numbers of one, two, four and eight bytes.
+#: Types of whole numbers of one, two, four and eight bytes, in :mod:`struct` and NumPy.
 _CODES = "BHIQ"
 
 
 class Made:
-    """Stands in a pickle for what a function returns, which is called when the pickle is read.
+    """Stand-in, in a pickle, for the result of a function that is called when the pickle is read.
 
-    One that stands for an iterator can have one place in a pickle only: there it is used up.
+    One for an iterator can have one place in a pickle only: there it is used up.
 
     Args:
-        function: It can be pickled, for it is not nested in anything.
-        arguments: Of the function.
+        function: A function that can be pickled.
+        arguments: The arguments of the call.
     """
 
     __slots__ = ("_arguments", "_function")
@@ -39,10 +39,10 @@ class Made:
 
 
 def narrow(numbers: NDArray[np.int64]) -> tuple[str, bytes]:
-    """Whole numbers from 0 on, in no more bytes each than the largest of them takes.
+    """Packs whole numbers from 0 on into as few bytes each as the largest of them takes.
 
     Returns:
-        What :mod:`struct` and NumPy call their type, and their bytes, little-endian.
+        The code of their type in :mod:`struct` and NumPy, and their bytes, little-endian.
     """
     largest = int(numbers.max(initial=0))
     code = next(code for code in _CODES if largest >> 8 * struct.calcsize(f"<{code}") == 0)
@@ -50,13 +50,13 @@ def narrow(numbers: NDArray[np.int64]) -> tuple[str, bytes]:
 
 
 def made_numbers(numbers: NDArray[np.int64]) -> Made:
-    """Stands for a tuple of them."""
+    """Returns a stand-in for a tuple of the numbers."""
     code, data = narrow(numbers)
     return Made(struct.unpack, f"<{len(numbers)}{code}", data)
 
 
 def made_sizes(rows: NDArray[np.int64]) -> Made:
-    """Stands for a list of what :class:`torch.Size` makes of each row."""
+    """Returns a stand-in for a list with a :class:`torch.Size` for each row."""
     count, dims = rows.shape
     if dims == 0:
         return Made(list, Made(repeat, torch.Size(), count))

@@ -1,13 +1,14 @@
-"""Reads what a load plan needs of a sharded checkpoint: many ranges at a time, each of which is verified.
+"""Reads the byte ranges of a load plan from a sharded checkpoint: many at a time, each of which is verified.
 
-What is needed is sorted by file and place, and joined where it is near each other. Requests are fetched and verified in
-threads. All that the planner is asked or told happens in the thread that called.
+Read requests are sorted by file and offset, and coalesced. They are fetched and verified in threads. All calls of the
+planner are in the thread that called.
 """
 
 import threading
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import wait
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,30 +20,31 @@ from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.sharded.byte_ranges import GAP, REQUEST
 from lightning.fabric.storage.sharded.checksums import Record, records_of
 from lightning.fabric.storage.sharded.read_requests import Damaged, ReadRequest, ReadRequests, RecordPlace, Unloadable
+from lightning.fabric.storage.transport.coalesce import coalesce
 from lightning.fabric.storage.transport.open import open_source
 from lightning.fabric.storage.transport.ranged_file import REQUESTS_IN_FLIGHT, Source
 from lightning.fabric.storage.transport.threads import TaskPool, in_thread
 
 _THREADS = "checkpoint-read"
-#: Bytes of requests in flight, besides what goes straight into the tensors; a larger record is read alone.
+#: Bytes of requests in flight, besides those read straight into the tensors; a larger record is read alone.
 _MEMORY = REQUESTS_IN_FLIGHT * REQUEST
-#: A record that is read as a whole is taken to be as long as it is said to be up to so many bytes.
+#: The most bytes of a record that is read as a whole, for which memory is allocated before the file is looked at.
 _TRUSTED = REQUEST
 _ADVICE = "Load another checkpoint: this one was changed after it was saved, or its storage cannot be relied on"
 
 
 def read_plan(place: Place, metadata: Metadata, plan: LoadPlan, planner: LoadPlanner) -> None:
-    """Does what :meth:`torch.distributed.checkpoint.StorageReader.read_data` does.
+    """Reads a plan, as :meth:`torch.distributed.checkpoint.StorageReader.read_data` does.
 
-    Of a tensor whose record has checksums only the blocks are read in which the plan's part of it is. When an error
-    leaves, no request is on its way any more that could write into a target; but what the planner has given may be
-    partly overwritten, also with bytes that turned out to be damaged.
+    Of a tensor whose record has checksums, only the blocks with the plan's part of it are read. After an error no
+    request is in flight any more that could write into a target; but targets may be partly overwritten, also with bytes
+    that turned out to be damaged.
 
     Args:
         place: The checkpoint's folder.
-        metadata: What it says of itself. Without an attribute ``lightning`` there are no checksums to verify.
-        plan: What to read.
-        planner: Gives the memory, is told when a tensor is complete, and takes the bytes of what is no tensor.
+        metadata: The checkpoint's metadata. Without an attribute ``lightning`` there are no checksums to verify.
+        plan: The items to read.
+        planner: Gives the memory of tensors, whose end it is notified of, and takes the bytes of other objects.
 
     Raises:
         FileNotFoundError: A file is missing.
@@ -59,13 +61,13 @@ class _File:
     """A file of the checkpoint, which is opened when something is read from it.
 
     Args:
-        place: Where it is.
-        described: What the metadata say of it, if they do.
+        place: The place of the file.
+        described: The file in the metadata, if they describe files.
     """
 
     def __init__(self, place: Place, described: dict[str, Any] | None) -> None:
         self.place = place
-        #: Items of each record.
+        #: The items of each record.
         self.items: dict[RecordPlace, list[ReadItem]] = {}
         self.requests = 0
         self._size = described["size"] if described is not None else None
@@ -89,7 +91,7 @@ class _File:
         self.items.setdefault(place, []).append(item)
 
     def source(self, name: str) -> Source:
-        """The file, opened; ``name`` is what it is opened for."""
+        """Returns the file, opened; ``name`` is the tensor or object for which it is opened."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -112,7 +114,7 @@ class _File:
         return source
 
     def check_end(self, stop: int, name: str) -> Source:
-        """The file, opened, which has all bytes up to ``stop``."""
+        """Returns the file, opened, after a check that it has all bytes up to ``stop``."""
         source = self.source(name)
         if stop > source.size:
             raise self.damage(f"it ends after {source.size} bytes, and {name!r} goes on to {stop}")
@@ -151,10 +153,10 @@ class _PlanReader:
         self._place = place
         self._metadata = metadata
         self._described = getattr(metadata, "lightning", None)
-        self._needs = ReadRequests(metadata, planner)
+        self._read_requests = ReadRequests(metadata, planner)
         self._files: dict[str, _File] = {}
-        #: Those of which all has been read.
-        self._read: list[_File] = []
+        #: Files of which all has been read.
+        self._done: list[_File] = []
 
     def add(self, item: ReadItem) -> None:
         info = self._metadata.storage_data[item.storage_index]
@@ -173,110 +175,96 @@ class _PlanReader:
         name = next(iter(first.items.values()))[0].storage_index.fqn
         opened = in_thread(_THREADS, first.source, name)
         wait([opened])  # in which the waiting thread can be interrupted
-        crew = TaskPool(_THREADS, REQUESTS_IN_FLIGHT if opened.result().parallel else 1, _MEMORY)
+        pool = TaskPool(_THREADS, REQUESTS_IN_FLIGHT if opened.result().parallel else 1, _MEMORY)
         try:
-            crew.run(self._requests())
-            crew.run(self._ends())
+            pool.run(self._requests())
+            pool.run(self._closings())
         finally:
-            if crew.is_idle:
+            if pool.is_idle:
                 for file in self._files.values():
                     file.close()
 
-    def _requests(self) -> Iterator["_Request | _End"]:
+    def _requests(self) -> Iterator["_Fetch | _Close"]:
         for name in sorted(self._files):
             file = self._files[name]
             file.requests = 1  # until there are no more
-            for needs in _batches(self._needs_of(file)):
-                yield from self._ends()
+            for requests in _coalesced(self._read_requests_of(file)):
+                yield from self._closings()
                 file.requests += 1
-                yield _Request(file, needs, self._finished)
+                yield _Fetch(file, requests, self._finished)
             self._finished(file)
 
-    def _needs_of(self, file: _File) -> Iterator[ReadRequest]:
+    def _read_requests_of(self, file: _File) -> Iterator[ReadRequest]:
         for place in sorted(file.items, key=lambda place: place.offset):
             items = file.items[place]
             try:
                 if place.length > _TRUSTED and (place.record is None or not place.record.is_tensor):
-                    file.check_end(
-                        place.offset + place.length, items[0].storage_index.fqn
-                    )  # before there is memory for it
-                yield from self._needs.of(place, items)
+                    # before memory is allocated for it
+                    file.check_end(place.offset + place.length, items[0].storage_index.fqn)
+                yield from self._read_requests.of(place, items)
             except Damaged as error:
                 raise file.damage(str(error)) from error
 
     def _finished(self, file: _File) -> None:
         file.requests -= 1
         if not file.requests:
-            self._read.append(file)
+            self._done.append(file)
 
-    def _ends(self) -> Iterator["_End"]:
-        while self._read:
-            yield _End(self._read.pop())
-
-
-def _batches(needs: Iterator[ReadRequest]) -> Iterator[list[ReadRequest]]:
-    """What to read with one request each."""
-    batch: list[ReadRequest] = []
-    stop = 0
-    for need in needs:
-        if batch and (
-            need.into is not None or need.start - stop > GAP or max(stop, need.stop) - batch[0].start > REQUEST
-        ):
-            yield batch
-            batch, stop = [], 0
-        if need.into is not None:
-            yield [need]
-        else:
-            batch.append(need)
-            stop = max(stop, need.stop)
-    if batch:
-        yield batch
+    def _closings(self) -> Iterator["_Close"]:
+        while self._done:
+            yield _Close(self._done.pop())
 
 
-class _Request:
-    """Some bytes of a file, to read and to verify."""
+def _coalesced(requests: Iterator[ReadRequest]) -> Iterator[list[ReadRequest]]:
+    """Yields the requests that are read together; one with memory of its own is read alone."""
+    for is_direct, run in groupby(requests, lambda request: request.into is not None):
+        yield from coalesce(run, GAP, 0 if is_direct else REQUEST)
 
-    def __init__(self, file: _File, needs: list[ReadRequest], finished: Any) -> None:
+
+class _Fetch:
+    """Reads and verifies the bytes of coalesced requests."""
+
+    def __init__(self, file: _File, requests: list[ReadRequest], finished: Any) -> None:
         self._file = file
-        self._needs = needs
+        self._requests = requests
         self._finished = finished
-        self._start = needs[0].start
-        self._stop = max(need.stop for need in needs)
+        self._start = requests[0].start
+        self._stop = max(request.stop for request in requests)
         self._data: Tensor | None = None
-        self.cost = self._stop - self._start if needs[0].into is None else needs[0].cost
+        self.cost = self._stop - self._start if requests[0].into is None else requests[0].cost
 
     def run(self) -> None:
-        view = self._needs[0].into
+        view = self._requests[0].into
         if view is None:
             self._data = torch.empty(self._stop - self._start, dtype=torch.uint8)
             view = self._data.numpy().data
-        self._file.read_into(self._start, view, self._needs[0].name)
+        self._file.read_into(self._start, view, self._requests[0].name)
         verified: set[int] = set()  # neighbours may share a block
-        for need in self._needs:
-            for start, stop, before, crc in need.checks:
+        for request in self._requests:
+            for start, stop, before, crc in request.checks:
                 if start in verified:
                     continue
                 if crc is not None and zlib.crc32(view[start - self._start : stop - self._start], before) != crc:
                     raise self._file.damage(
-                        f"bytes {start} to {stop}, which belong to {need.name!r}, are not those that were saved"
+                        f"bytes {start} to {stop}, which belong to {request.name!r}, are not those that were saved"
                     )
                 verified.add(start)
 
     def finish(self) -> int:
         freed = 0 if self._data is None else self.cost
-        for need in self._needs:
-            data = None if self._data is None else self._data[need.start - self._start : need.stop - self._start]
+        for request in self._requests:
+            data = None if self._data is None else self._data[request.start - self._start : request.stop - self._start]
             try:
-                freed += need.done(data)
+                freed += request.done(data)
             except Unloadable as error:
-                where = f"bytes {need.start} to {need.stop} of {self._file.place}"
+                where = f"bytes {request.start} to {request.stop} of {self._file.place}"
                 raise OSError(f"There is no tensor that can be loaded in {where}: {error}") from error
         self._finished(self._file)
         return freed
 
 
-class _End:
-    """Sees whether a file of which all has been read is still the one that was opened, and closes it."""
+class _Close:
+    """Checks that a file of which all has been read is still the one that was opened, and closes it."""
 
     cost = 0
 

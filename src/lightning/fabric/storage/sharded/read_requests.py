@@ -1,4 +1,4 @@
-"""What the items of a load plan need of the files of a sharded checkpoint, and what becomes of it."""
+"""Read requests for the items of a load plan, and their way from a file of the checkpoint to the planner."""
 
 import heapq
 import io
@@ -19,37 +19,36 @@ from lightning.fabric.storage.archives.load import load_bytes
 from lightning.fabric.storage.sharded.byte_ranges import REQUEST, Box, ByteRange
 from lightning.fabric.storage.sharded.checksums import BLOCK, Record
 
-#: From how many bytes on a run is read into a target's own memory. A smaller one shares its request with its
-#: neighbours, and is copied.
+#: Bytes from which on a run is read into a target's own memory. A smaller one shares its request with its neighbours,
+#: and is copied.
 _DIRECT = 4 * 2**20
-#: How large an object that is no tensor may be that an extension of torch has compressed, and what a tensor has beside
-#: its bytes.
+#: The most bytes of an object that an extension of torch has compressed, and of an archive beside those of its tensor.
 _OBJECT = 128 * 2**20
 _AROUND = 2**20
 
 
 class Damaged(Exception):
-    """What the metadata say of a tensor cannot be; the text says in what way."""
+    """The metadata of a tensor cannot be true; the text says why."""
 
 
 class Unloadable(Exception):
-    """Torch finds no tensor in a record; the text names it and says why."""
+    """torch finds no tensor in a record; the text names it and says why."""
 
 
 @dataclass
 class ReadRequest:
-    """Bytes of a file, and what to do with them.
+    """Bytes of a file to read, and a function that takes them.
 
     Args:
-        start: Of the first byte in the file.
-        stop: Of the one after the last.
-        name: Of the tensor or object that they belong to.
-        done: What to call with them in the planner's thread, or with nothing if they were read into ``into``. Returns
-            how many bytes of memory it lets go.
+        start: The offset of the first byte in the file.
+        stop: The offset of the byte after the last.
+        name: The name of the tensor or object that they belong to.
+        done: Called with the bytes in the planner's thread, or with None if they were read into ``into``. Returns the
+            number of bytes of memory that it frees.
         checks: The blocks among them, each with its start and stop in the file, the checksum to go on from and the one
-            to reach. None, or None to reach, if there are no checksums.
-        into: Where to read them, if not into memory that they share with their neighbours.
-        cost: Bytes of memory that were taken for them.
+            to reach, which is None if there are no checksums.
+        into: The memory to read them into, if they do not share some with their neighbours.
+        cost: Bytes of memory that were allocated for them.
     """
 
     start: int
@@ -62,7 +61,7 @@ class ReadRequest:
 
 
 class RecordPlace(NamedTuple):
-    """Where an item's bytes are: its record in the file, which is an archive without checksums if it is None."""
+    """The bytes of an item in a file. Its record is None if that is an archive without checksums."""
 
     offset: int
     length: int
@@ -71,12 +70,12 @@ class RecordPlace(NamedTuple):
 
 
 class ReadRequests:
-    """Finds what items need, and hands it to the planner.
+    """Makes the read requests of items.
 
     Args:
-        metadata: Of the checkpoint.
-        planner: Is asked for the memory of an item's tensor when its first byte is about to be read, and told as soon
-            as its last one is there.
+        metadata: The checkpoint's metadata.
+        planner: Gives the memory of an item's tensor when its first byte is about to be read. Its ``commit_tensor`` is
+            called when the last one has been read.
     """
 
     def __init__(self, metadata: Metadata, planner: LoadPlanner) -> None:
@@ -84,11 +83,11 @@ class ReadRequests:
         self._planner = planner
 
     def of(self, place: RecordPlace, items: list[ReadItem]) -> Iterator[ReadRequest]:
-        """What the items of one record need, by the first byte."""
+        """Yields the read requests of all items of one record, by their first byte."""
         record = place.record
         if record is None or not record.is_tensor or place.transforms or items[0].type == LoadItemType.BYTE_IO:
             return self._of_whole(place, items)
-        return heapq.merge(*(self._of_tensor(record, item) for item in items), key=lambda need: need.start)
+        return heapq.merge(*(self._of_tensor(record, item) for item in items), key=lambda request: request.start)
 
     def _of_tensor(self, record: Record, item: ReadItem) -> Iterator[ReadRequest]:
         index = item.storage_index
@@ -96,16 +95,15 @@ class ReadRequests:
         dtype, shape = described.properties.dtype, _shape_of_chunk(described.chunks, index)
         if math.prod(shape) * dtype.itemsize != record.nbytes:
             raise Damaged(f"{index.fqn!r} has {record.nbytes} bytes, which are not {list(shape)} of {dtype}")
-        region = ByteRange(shape, item.storage_offsets, item.lengths, dtype.itemsize)
+        part = ByteRange(shape, item.storage_offsets, item.lengths, dtype.itemsize)
         target = self._target(item)
-        if not region.nbytes:
+        if not part.nbytes:
             self._planner.commit_tensor(item, target)
             return
         flat = target
-        if region.is_dense and target.is_contiguous():
-            region, flat = region.flat(), target.reshape(-1)
-        load = _TensorLoad(item, self._planner, target, flat, record, region, dtype)
-        yield from load.needs()
+        if part.is_dense and target.is_contiguous():
+            part, flat = part.flat(), target.reshape(-1)
+        yield from _TensorLoad(item, self._planner, target, flat, record, part, dtype).requests()
 
     def _target(self, item: ReadItem) -> Tensor:
         target = self._planner.resolve_tensor(item).detach()
@@ -117,7 +115,7 @@ class ReadRequests:
         return target
 
     def _of_whole(self, place: RecordPlace, items: list[ReadItem]) -> Iterator[ReadRequest]:
-        """One run of bytes, or pieces of it if it is large, which go into one file in memory."""
+        """Yields the request of a whole record, or several for pieces of a large one, read into one file in memory."""
         offset, length = place.offset, place.length
         name = items[0].storage_index.fqn
         checks = place.record.blocks() if place.record is not None else []
@@ -177,7 +175,7 @@ def _shape_of_chunk(chunks: list[ChunkStorageMetadata], index: MetadataIndex) ->
 
 @dataclass
 class _Left:
-    """Bytes that have not come yet, and what to do when all have."""
+    """The number of bytes that are still to be read, and a function that is called when all have been."""
 
     count: int
     complete: Callable[[], None]
@@ -192,7 +190,7 @@ class _Left:
 
 
 def _cuts(start: int, stop: int, blocks: list[int]) -> list[tuple[int, int]]:
-    """Pieces of at most the size of a request, which hold whole blocks if there are any."""
+    """Returns pieces that are at most as large as a request, and hold whole blocks if there are any."""
     cuts, first = [], start
     while first < stop:
         end = min(first + REQUEST, stop)
@@ -206,7 +204,8 @@ def _cuts(start: int, stop: int, blocks: list[int]) -> list[tuple[int, int]]:
 def _transformed(place: RecordPlace, item: ReadItem, file: io.BytesIO, most: int) -> io.BytesIO:
     """Undoes what an extension of torch.distributed.checkpoint did to the record, such as compression.
 
-    What comes out is in memory: ``most`` is how many bytes that may be.
+    Raises:
+        Unloadable: More than ``most`` bytes come out, which are held in memory.
     """
     if not place.transforms:
         return file
@@ -224,62 +223,65 @@ def _transformed(place: RecordPlace, item: ReadItem, file: io.BytesIO, most: int
 
 @dataclass
 class _TensorLoad:
-    """A tensor on its way from a part of a record into memory."""
+    """A tensor that is being read, as a part of a record."""
 
     item: ReadItem
     planner: LoadPlanner
-    #: What the planner gave.
+    #: The planner's tensor.
     target: Tensor
-    #: The same memory, in the dimensions of the region.
+    #: The same memory, with the dimensions of the part.
     shaped: Tensor
     record: Record
-    region: ByteRange
+    part: ByteRange
     dtype: torch.dtype
     left: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left = self.region.nbytes
+        self.left = self.part.nbytes
         blocks = self.record.blocks()
         self._blocks = blocks[1 : 1 + -(-self.record.nbytes // BLOCK)]  # after the head
 
     def needs(self) -> Iterator[ReadRequest]:
         memory = _memory_of(self.shaped) if self.shaped.dtype == self.dtype else None
-        for box in self.region.boxes(unlimited=memory is not None):
-            count = self.region.itemsize * math.prod(box.lengths)
+        for box in self.part.boxes(unlimited=memory is not None):
+            count = self.part.itemsize * math.prod(box.lengths)
             if memory is not None and box.stop - box.start == count:
-                at = self.region.itemsize * sum(
+                at = self.part.itemsize * sum(
                     offset * stride for offset, stride in zip(box.offsets, self.shaped.stride(), strict=True)
                 )
                 yield from self._of_run(box.start, box.stop, memory[at : at + count])
             else:
-                yield self._need(box.start, box.stop, partial(self._place_box, box))
+                yield self._request(box.start, box.stop, partial(self._place_box, box))
 
     def _of_run(self, start: int, stop: int, memory: "np.ndarray[Any, Any]") -> Iterator[ReadRequest]:
-        """Whole blocks go into the memory itself, if they are many; only with whole ones can checksums be verified."""
+        """Yields requests that read whole blocks into the memory itself if they are many, and copy the rest.
+
+        Only of whole blocks can checksums be verified.
+        """
         first = -(-start // BLOCK) * BLOCK
         last = stop if stop == self.record.nbytes else stop // BLOCK * BLOCK
         if last - first < _DIRECT:
-            yield self._need(start, stop, partial(self._place_run, start, memory))
+            yield self._request(start, stop, partial(self._place_run, start, memory))
             return
         if start < first:
-            yield self._need(start, first, partial(self._place_run, start, memory[: first - start]))
+            yield self._request(start, first, partial(self._place_run, start, memory[: first - start]))
         requests = -(-(last - first) // REQUEST)
         size = -(-(last - first) // (requests * BLOCK)) * BLOCK
         for at in range(first, last, size):
             end = min(at + size, last)
             view = memory[at - start : end - start].data
-            yield self._need(at, end, partial(self._count, end - at), view)
+            yield self._request(at, end, partial(self._placed, end - at), view)
         if last < stop:
-            yield self._need(last, stop, partial(self._place_run, last, memory[last - start :]))
+            yield self._request(last, stop, partial(self._place_run, last, memory[last - start :]))
 
-    def _need(self, start: int, stop: int, done: Callable[..., int], into: memoryview | None = None) -> ReadRequest:
-        """Of the blocks in which the tensor's bytes from ``start`` to ``stop`` are."""
+    def _request(self, start: int, stop: int, done: Callable[..., int], into: memoryview | None = None) -> ReadRequest:
+        """Returns a request for the blocks that hold the tensor's bytes from ``start`` to ``stop``."""
         blocks = self._blocks[start // BLOCK : -(-stop // BLOCK)]
         return ReadRequest(blocks[0][0], blocks[-1][1], self.item.storage_index.fqn, done, blocks, into)
 
     def _place_run(self, start: int, memory: "np.ndarray[Any, Any]", data: Tensor) -> int:
         at = start % BLOCK
-        np.copyto(memory, data.numpy()[at : at + len(memory)])  # torch would wake up its threads for a few KiB
+        np.copyto(memory, data.numpy()[at : at + len(memory)])  # torch would wake its threads for a few KiB
         return self._placed(len(memory))
 
     def _place_box(self, box: Box, data: Tensor) -> int:
@@ -287,14 +289,11 @@ class _TensorLoad:
         data = data[at : at + box.stop - box.start]
         if data.storage_offset() % self.dtype.itemsize:  # no address for an element
             data = data.clone()
-        saved = data.view(self.dtype).as_strided(box.lengths, self.region.strides)
+        saved = data.view(self.dtype).as_strided(box.lengths, self.part.strides)
         self.shaped[box.slices].copy_(saved)
-        return self._placed(self.region.itemsize * saved.numel())
+        return self._placed(self.part.itemsize * saved.numel())
 
-    def _count(self, count: int, _: Tensor | None) -> int:
-        return self._placed(count)
-
-    def _placed(self, count: int) -> int:
+    def _placed(self, count: int, _: Tensor | None = None) -> int:
         self.left -= count
         if not self.left:
             self.planner.commit_tensor(self.item, self.target)
@@ -302,7 +301,7 @@ class _TensorLoad:
 
 
 def _memory_of(tensor: Tensor) -> "np.ndarray[Any, Any] | None":
-    """The bytes of a tensor in host memory, as a view, if they are one run and can be written without the tensor."""
+    """Returns a view of a tensor's bytes in host memory, or None if they are not one run or no plain values."""
     is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
     if not is_plain or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None

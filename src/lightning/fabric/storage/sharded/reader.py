@@ -25,7 +25,7 @@ class ShardReader(StorageReader):
     Args:
         place: The checkpoint's folder.
         metadata: From :func:`~lightning.fabric.storage.sharded.metadata_file.read_metadata`.
-        weights_only: As for :func:`torch.load`, of what is no tensor.
+        weights_only: The argument of :func:`torch.load` for objects other than tensors.
     """
 
     def __init__(self, place: Place, metadata: Metadata, weights_only: bool | None = None) -> None:
@@ -33,7 +33,7 @@ class ShardReader(StorageReader):
         self._place = place
         self._metadata = metadata
         self._weights_only = weights_only
-        #: Why this rank failed: what torch raises in the end has been pickled.
+        #: The error of this rank. The one that torch raises in the end has been pickled.
         self.error: BaseException | None = None
 
     @override
@@ -63,8 +63,8 @@ class ShardReader(StorageReader):
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        careful = cast(LoadPlanner, _Careful(planner, self._weights_only))  # in all that is asked of it, it is one
-        # all leave this together, for what torch does next is a collective call whose time is limited
+        careful = cast(LoadPlanner, _CarefulPlanner(planner, self._weights_only))  # has all methods that are called
+        # all ranks leave this together, for torch goes on with a collective call whose time is limited
         with together(f"loading {self._place}"):
             try:
                 with unseen_explained(self._place):
@@ -78,12 +78,12 @@ class ShardReader(StorageReader):
         return done
 
 
-class _Careful:
-    """A planner that loads objects as ``weights_only`` says. Torch's own unpickle all that they are given.
+class _CarefulPlanner:
+    """A planner that loads objects as ``weights_only`` says. torch's own planners unpickle everything.
 
     Args:
-        planner: What is given tensors as they are, and objects pickled anew.
-        weights_only: As for :func:`torch.load`.
+        planner: The planner that gets tensors as they are, and objects pickled anew.
+        weights_only: The argument of :func:`torch.load`.
     """
 
     def __init__(self, planner: LoadPlanner, weights_only: bool | None) -> None:

@@ -1,6 +1,7 @@
 """Writes the records of a shard, with their checksums, in host memory that does not grow with them."""
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -24,32 +25,27 @@ class RecordWriter:
         self._file = file
 
     def write(self, data: Tensor | io.BytesIO) -> Record:
-        """Appends what torch.distributed.checkpoint's planner gives for one item.
+        """Appends an item that torch.distributed.checkpoint's planner has resolved.
 
         A tensor's memory must not change before the file is complete.
         """
         if isinstance(data, io.BytesIO):
-            return self._write_bytes(data.getbuffer())
+            return self._append(lambda checked: checked.write(data.getbuffer()))
         if is_plain(data):
             return self._write_tensor(data.detach())
         return self.write_object(data.detach().cpu())
 
     def write_object(self, obj: Any) -> Record:
-        """Appends what ``torch.save`` makes of ``obj``."""
-        offset = self._file.tell()
-        checked = _Checked(self._file)
-        write_object(obj, checked)
+        """Appends a file of ``torch.save``."""
+        return self._append(lambda checked: write_object(obj, checked))
+
+    def _append(self, write: "Callable[[_Checked], object]") -> Record:
+        offset, checked = self._file.tell(), _Checked(self._file)
+        write(checked)
         return checked.checksums.record(offset)
 
-    def _write_bytes(self, data: memoryview) -> Record:
-        offset, checksums = self._file.tell(), Checksums()
-        checksums.update(data)
-        self._file.write(data)
-        self._file.idle()
-        return checksums.record(offset)
-
     def _write_tensor(self, tensor: Tensor) -> Record:
-        """An archive of the tensor, as ``torch.save`` would write one."""
+        """Appends an archive of the tensor, as ``torch.save`` would write one."""
         offset, checksums, archive = self._file.tell(), Checksums(), Archive()
         head = archive.start(TensorStub(tensor.dtype, tuple(tensor.shape))) + archive.tensor_starts()
         self._file.write(head)
@@ -63,7 +59,7 @@ class RecordWriter:
 
 
 class _Checked(io.RawIOBase):
-    """Passes on what is written, and computes its checksums."""
+    """Writes to another file, and computes checksums."""
 
     def __init__(self, file: Sink) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""Which rank writes what of a sharded checkpoint."""
+"""Plans a sharded save: local plans, and the agreement of all ranks on a global plan."""
 
 import dataclasses
 import hashlib
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -17,8 +17,8 @@ from lightning.fabric.storage.sharded.describable import Object, describable
 from lightning.fabric.storage.sharded.global_plan import GlobalPlan, PackedPlan, join_plans
 
 
-class _Planner(DefaultSavePlanner):
-    """Takes objects as they are."""
+class _SavePlanner(DefaultSavePlanner):
+    """Saves an :class:`Object` as its value."""
 
     @override
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
@@ -27,13 +27,12 @@ class _Planner(DefaultSavePlanner):
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """What this rank has of a state.
+    """A rank's shard of a state.
 
     Attributes:
-        plan: Its items, as torch.distributed.checkpoint's planner has them.
-        resolve: Returns what an item consists of.
-        meta: What belongs to the checkpoint beside model and optimizer; that of rank zero is saved. None if there is
-            nothing.
+        plan: The local plan of torch.distributed.checkpoint's planner.
+        resolve: Returns the tensor or the bytes of an item.
+        meta: The objects beside model and optimizer, if there are any. Those of rank zero are saved.
     """
 
     plan: SavePlan
@@ -42,27 +41,27 @@ class Shard:
 
     @classmethod
     def of(cls, state: dict[str, Any], meta: Any, group: RankGroup) -> "Shard":
-        """What this rank has of ``state``, where it is.
+        """Returns this rank's shard of ``state``, without a copy.
 
         Raises:
-            ValueError: A part of ``state`` is of this rank alone, and cannot be put together with those of others.
+            ValueError: A distributed tensor is in a part of ``state`` that is pickled as a whole.
         """
-        planner = _Planner()
+        planner = _SavePlanner()
         planner.set_up_planner(describable(state), is_coordinator=group.is_coordinator)
         return cls(planner.create_local_plan(), planner.resolve_data, meta if group.is_coordinator else None)
 
 
 @dataclasses.dataclass
 class _Agreed:
-    #: Tells the agreements apart.
+    #: The digest of all local plans.
     digest: bytes
     plan: SavePlan
-    #: Rank zero's.
+    #: None on other ranks than zero.
     global_plan: GlobalPlan | None
 
 
 class PlanCache:
-    """What the ranks have agreed upon in their last save, so that they need not do so again if nothing has changed."""
+    """The plans that the ranks agreed on in their last save, which are used again if nothing has changed."""
 
     def __init__(self) -> None:
         self._agreed: _Agreed | None = None
@@ -71,11 +70,11 @@ class PlanCache:
         """Joins the plans of all ranks; a collective call.
 
         Args:
-            plan: Returns what this rank has.
-            group: Of all ranks.
+            plan: Returns the local plan of this rank.
+            group: The group of all ranks.
 
         Returns:
-            What this rank is to write, without what another one writes as well; and on rank zero what all of them do.
+            The items that this rank writes, and on rank zero the global plan.
         """
         before = self._agreed
         own: list[tuple[SavePlan, PackedPlan]] = []
@@ -83,7 +82,7 @@ class PlanCache:
         def digest_own() -> tuple[bytes, bytes | None]:
             made = plan()
             own.append((made, PackedPlan.of(made)))
-            return _digest(b"".join(own[0][1])), before.digest if before else None
+            return _digest(own[0][1]), before.digest if before else None
 
         digest, is_known = group.gather_scatter("plan", digest_own, _compare)
         if before is None or not is_known:
@@ -103,18 +102,18 @@ class PlanCache:
         return before.plan, before.global_plan
 
 
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=16).digest()
+def _digest(parts: Iterable[bytes]) -> bytes:
+    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
 
-def _compare(said: list[tuple[bytes, bytes | None]]) -> list[tuple[bytes, bool]]:
-    """What all plans together are called, and whether that is what every rank has agreed upon before."""
-    digest = _digest(b"".join(own for own, _ in said))
-    return [(digest, all(before == digest for _, before in said))] * len(said)
+def _compare(digests: list[tuple[bytes, bytes | None]]) -> list[tuple[bytes, bool]]:
+    """Returns, for each rank, the digest of all plans, and whether it is the one that every rank agreed on before."""
+    digest = _digest(own for own, _ in digests)
+    return [(digest, all(before == digest for _, before in digests))] * len(digests)
 
 
 def size_of(item: WriteItem) -> int:
-    """The bytes of a tensor that is to be written; 0 of anything else."""
+    """Returns the bytes of the item's tensor; 0 for anything else."""
     if item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

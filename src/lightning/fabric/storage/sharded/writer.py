@@ -29,28 +29,32 @@ from lightning.fabric.storage.transport.sink import Sink
 
 log = logging.getLogger(__name__)
 
-#: What an archive has beside its tensor, at most, unless the tensor has very many dimensions.
+#: The most bytes of an archive beside those of its tensor, unless that has very many dimensions.
 _ARCHIVE_EXTRA = 1024
 
 
 @dataclasses.dataclass
 class _Assignment:
-    """What rank zero tells each rank of a save."""
+    """Rank zero's decisions about a save.
+
+    Attributes:
+        save: The part of the files' names that is new for each save.
+        suffix: An addition to the name of the checkpoint's folder, until the folder can take the place of a file.
+        makes_folder: Whether the save makes that folder, on a local disk.
+    """
 
     save: str
-    #: What is added to the name of the checkpoint's folder until the folder can take the place of a file.
     suffix: str
-    #: Whether the save makes that folder, on a local disk.
     makes_folder: bool
 
 
 class Report(NamedTuple):
-    """What a rank tells of what it has written.
+    """A rank's report of its files.
 
     Attributes:
-        files: By name.
-        records: Of each item of its plan, the number of its record in the rank's shard. None if each has a record of
-            its own, in their order: rank zero of many ranks has much to do already.
+        files: The records of each file, by the file's name.
+        records: The number of the record, in the rank's shard, of each item of its plan. None if each item has a record
+            of its own, in their order: rank zero of many ranks has much to do already.
     """
 
     files: dict[str, FileRecords]
@@ -65,7 +69,7 @@ class ShardWriter:
 
     Args:
         place: The checkpoint's folder.
-        group: Of all ranks.
+        group: The group of all ranks.
     """
 
     def __init__(self, place: Place, group: RankGroup) -> None:
@@ -75,18 +79,18 @@ class ShardWriter:
         #: Files that are complete.
         self._written: list[Place] = []
         self._peers: Peers | None = None
-        #: Of all ranks; on rank zero.
+        #: The reports of all ranks, on rank zero.
         self._reports: list[Report] = []
 
     def save(self, look: Callable[[], Shard], plans: PlanCache) -> None:
-        """Saves what this rank has of a state; a collective call.
+        """Saves this rank's shard; a collective call.
 
         Args:
-            look: Returns what it has. If that fails, it fails the save of all ranks.
-            plans: What the ranks have agreed upon before.
+            look: Returns the shard. If it fails, the save fails on all ranks.
+            plans: The plans of the last save.
 
         Raises:
-            CheckpointException: A rank has failed. If that was before the commit, what this rank has written is gone.
+            CheckpointException: A rank has failed. If that was before the commit, the files of this rank are removed.
         """
         group = self._group
         shards: list[Shard] = []
@@ -99,14 +103,12 @@ class ShardWriter:
         try:
             with stage("plan"):
                 plan, global_plan = plans.agree(plan_own, group)
-                self._assignment = group.gather_scatter("save", lambda: None, lambda said: [self._assign()] * len(said))
+                self._assignment = group.gather_scatter("save", _nothing, lambda ranks: [self._assign()] * len(ranks))
             with stage("upload"):
                 group.gather_scatter("save", lambda: self._write(shards[0], plan), self._take_reports)
             with stage("commit"):
                 is_committing = True
-                group.gather_scatter(
-                    "save", lambda: None, lambda said: self._commit(global_plan, shards[0].meta, len(said))
-                )
+                group.gather_scatter("save", _nothing, lambda _: self._commit(global_plan, shards[0].meta))
         except BaseException as error:
             # what the group raises, all ranks raise; else one must have reported that it failed
             if not is_committing and (isinstance(error, CheckpointException) or self._has_one_failed()):
@@ -147,10 +149,10 @@ class ShardWriter:
         count_bytes(sum(file.size for file in others.values()))
         return [None] * len(reports)
 
-    def _commit(self, global_plan: GlobalPlan | None, meta: Any, world_size: int) -> list[None]:
+    def _commit(self, global_plan: GlobalPlan | None, meta: Any) -> list[None]:
         assert global_plan is not None, "rank zero has it"
         save, folder = self._assignment.save, self._folder
-        names = [metadata_file.shard_name(save, rank) for rank in range(world_size)]
+        names = [metadata_file.shard_name(save, rank) for rank in range(len(self._reports))]
         written = [
             report.files[name].places[... if report.records is None else report.records]
             for name, report in zip(names, self._reports, strict=True)
@@ -166,7 +168,7 @@ class ShardWriter:
             metadata_file.write_stock_meta(self._place, meta)
         metadata_file.clean_up(self._place, metadata)
         remove_leftovers(self._place)
-        return [None] * world_size
+        return [None] * len(names)
 
     def _has_one_failed(self) -> bool:
         try:
@@ -176,8 +178,8 @@ class ShardWriter:
             return False
 
     def _discard(self) -> None:
-        """Removes what this rank wrote, and the folder with the last of all files."""
-        if self._peers is None:  # nothing has been begun
+        """Removes the files of this rank, and the folder with the last of all files."""
+        if self._peers is None:  # no file has been begun
             return
         try:
             for place in self._written:
@@ -207,13 +209,17 @@ class ShardWriter:
         return self._place.beside(suffix) if suffix else self._place
 
 
+def _nothing() -> None:
+    """Is given to a collective call for which the ranks have nothing to report."""
+
+
 def _write_items(shard: Shard, plan: SavePlan, file: Sink) -> tuple[list[Record], NDArray[np.int32] | None]:
-    """Writes what has several names once.
+    """Writes the items of a plan; tied tensors, which have several names, once.
 
     Returns:
-        The records, and which of them each item has, as in :class:`Report`.
+        The records, and the number of the record of each item, as in :class:`Report`.
     """
-    # all of them first: what is alive has memory of its own
+    # all of them first: tensors that are alive at the same time have different memory
     tensors = [shard.resolve(item) if item.tensor_data is not None else None for item in plan.items]
     known: dict[Hashable, int] = {}
     numbers: list[int] = []
