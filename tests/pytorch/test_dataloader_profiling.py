@@ -1,9 +1,12 @@
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from tests.pytorch.profiled_runs import PACKAGES, SECONDS, loader, model, package, slowly_constructed_loader, trainer
 
@@ -64,3 +67,26 @@ def test_the_construction_of_a_loader_is_in_its_row_and_not_in_the_iterators(
     getattr(trainer(pl, profiler, tmp_path, **limits), method)(model(pl, slowly_constructed_loader))
     durations = recorded(profiler)
     assert sum(durations[f"create_{stage}_dataloader"]) >= SECONDS > sum(durations[f"setup_{stage}_dataloader"])
+
+
+@pytest.mark.parametrize("stage", ["train", "val", "predict"])
+def test_what_the_strategy_does_with_a_loader_is_in_the_row_of_its_creation(
+    stage: str, tmp_path: Path, recorded: Callable[[Any], dict[str, list[float]]]
+) -> None:
+    pl = package("lightning.pytorch")
+
+    class Strategy(pl.strategies.SingleDeviceStrategy):
+        def process_dataloader(self, dataloader: object) -> object:
+            time.sleep(SECONDS)
+            return dataloader
+
+    profiler = pl.profilers.SimpleProfiler()
+    method = {"train": "fit", "val": "validate"}.get(stage, stage)
+    limits = {} if stage == "train" else {"limit_val_batches": 1.0}
+    strategy = Strategy(torch.device("cpu"))
+
+    def quickly_constructed_loader() -> DataLoader:
+        return DataLoader(torch.ones(4, 2), batch_size=2)
+
+    getattr(trainer(pl, profiler, tmp_path, strategy=strategy, **limits), method)(model(pl, quickly_constructed_loader))
+    assert sum(recorded(profiler)[f"create_{stage}_dataloader"]) >= SECONDS
