@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning.fabric import Fabric
-from lightning.fabric.storage.strategies.checkpoints import save_sharded
+from lightning.fabric.storage.strategies.checkpoint_save import save_sharded
 from lightning.fabric.storage.tools.preflight import SWITCH
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger

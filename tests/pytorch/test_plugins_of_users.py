@@ -10,7 +10,7 @@ import torch
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.storage.paths.location import locate
-from lightning.fabric.storage.strategies.checkpoints import save_full
+from lightning.fabric.storage.strategies.checkpoint_save import save_full
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -155,5 +155,5 @@ def test_what_a_plugin_has_saved_as_a_folder_is_not_removed_as_shards_that_a_fil
             super().save_checkpoint(checkpoint, f"{path}/__0_0.distcp")
             super().save_checkpoint({}, f"{path}/.metadata")
 
-    save_full({"w": torch.ones(3)}, locate(f"{bucket.url}/x.ckpt"), Folders())
+    save_full({"w": torch.ones(3)}, None, locate(f"{bucket.url}/x.ckpt"), Folders())
     assert bucket.names() == ["x.ckpt/.metadata", "x.ckpt/__0_0.distcp"]

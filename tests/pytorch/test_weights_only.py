@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning.fabric.storage.archives.save import save_file
-from lightning.fabric.storage.strategies.checkpoints import find_checkpoint
+from lightning.fabric.storage.strategies.checkpoint_place import find_checkpoint
 from lightning.fabric.strategies.model_parallel import _load_raw_module_state_from_path
 from lightning.fabric.utilities.load import _lazy_load
 from lightning.pytorch import LightningModule, Trainer

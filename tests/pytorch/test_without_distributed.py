@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from lightning.fabric.storage.strategies.checkpoints import save_sharded
+from lightning.fabric.storage.strategies.checkpoint_save import save_sharded
 from tests.pytorch import without_distributed
 from tests.servers import Bucket
 

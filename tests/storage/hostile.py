@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from lightning.fabric.storage.archives import load
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.sharded import metadata_file
-from lightning.fabric.storage.strategies import checkpoints
+from lightning.fabric.storage.strategies import checkpoint_load, checkpoint_place, checkpoint_save, full_state
 from lightning.fabric.storage.tools import consolidate, discover, verify
 
 #: What code in a checkpoint makes, in the folder where it runs.
@@ -67,7 +67,7 @@ def stock(folder: Path, state: dict[str, Any] = STATE, meta: Any = META) -> Any:
 
 def ours(folder: Path, state: dict[str, Any] = STATE, meta: Any = META) -> Any:
     """Saves as this library does, and returns the metadata."""
-    checkpoints.save_sharded(state, meta, folder)
+    checkpoint_save.save_sharded(state, meta, folder)
     return metadata_file.read_metadata(locate(folder))[0]
 
 
@@ -404,9 +404,9 @@ def load_all(path: Path) -> None:
         load.load_file(path)
         return
     into = {"model": {"w": torch.zeros(3), "note": []}}
-    found = checkpoints.find_checkpoint(path)
-    checkpoints.load_shards(into, found)
-    checkpoints.load_metadata(found)
+    found = checkpoint_place.find_checkpoint(path)
+    checkpoint_load.load_shards(into, found)
+    checkpoint_load.load_metadata(found)
 
 
 def verify_all(path: Path) -> None:
@@ -419,7 +419,7 @@ def consolidate_all(path: Path) -> None:
     if path.is_dir():
         consolidate.consolidate(locate(path), locate(path.with_name("consolidated")))
     else:
-        checkpoints.load_full(path)
+        full_state.load_whole(path)
 
 
 ACTS: dict[str, Callable[[Path], Any]] = {

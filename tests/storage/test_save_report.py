@@ -16,7 +16,7 @@ from lightning.fabric.storage import save_report
 from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.save_report import SaveReport, reported, reporting, stage, stages
-from lightning.fabric.storage.strategies.checkpoints import save_sharded
+from lightning.fabric.storage.strategies.checkpoint_save import save_sharded
 from lightning.fabric.storage.transport import retry
 from lightning.fabric.storage.transport.open import open_writer
 

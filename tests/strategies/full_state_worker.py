@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning.fabric.storage.paths.location import locate
-from lightning.fabric.storage.strategies.checkpoints import FoundCheckpoint
+from lightning.fabric.storage.strategies.checkpoint_place import FoundCheckpoint
 from lightning.fabric.storage.transport import open as transport
 from lightning.fabric.strategies.model_parallel import _load_checkpoint, _load_raw_module_state_from_path
 from tests.strategies.full_states import Net

@@ -105,10 +105,10 @@ def test_a_mistyped_path_is_the_same_error_for_every_strategy(bucket: Bucket, tm
 
 
 def test_a_folder_that_is_no_checkpoint_is_not_called_missing(tmp_path: Path) -> None:
-    from lightning.fabric.storage.strategies.checkpoints import find_to_load
+    from lightning.fabric.storage.strategies.checkpoint_place import find_to_load
 
-    found = find_to_load(tmp_path)
-    assert (found.metadata, found.is_full) == (None, False)
+    with pytest.raises(ValueError, match="does not point to a valid checkpoint"):
+        find_to_load(tmp_path)
     with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
         find_to_load(tmp_path / "none")
 

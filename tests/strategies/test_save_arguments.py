@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.paths.location import locate
-from lightning.fabric.storage.strategies import checkpoints
+from lightning.fabric.storage.strategies import checkpoint_load
 from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy, model_parallel
 from lightning.pytorch.strategies import FSDPStrategy as TrainerFSDP
 from lightning.pytorch.strategies import ModelParallelStrategy as TrainerModelParallel
@@ -19,8 +19,8 @@ from tests.servers import Bucket
 @pytest.mark.parametrize(
     ("strategy", "load"),
     [
-        (TrainerFSDP(state_dict_type="sharded"), checkpoints.load_metadata),
-        (TrainerModelParallel(), checkpoints.load_metadata),
+        (TrainerFSDP(state_dict_type="sharded"), checkpoint_load.load_metadata),
+        (TrainerModelParallel(), checkpoint_load.load_metadata),
         (TrainerFSDP(state_dict_type="full"), load_file),
         (TrainerModelParallel(save_distributed_checkpoint=False), load_file),
     ],

@@ -23,7 +23,7 @@ from lightning.fabric.storage.archives import load as load_module
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.paths.location import locate
-from lightning.fabric.storage.strategies import checkpoints
+from lightning.fabric.storage.strategies import full_state
 from lightning.fabric.storage.transport import ranged_file
 from lightning.fabric.storage.transport.backends import obstore_reader
 from lightning.fabric.storage.transport.open import open_reader
@@ -186,7 +186,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("weights_only", [None, False])
-@pytest.mark.parametrize("load", [_load, _lazy_load, checkpoints.load_full])
+@pytest.mark.parametrize("load", [_load, _lazy_load, full_state.load_whole])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_of_another_kind_is_said_to_be_none_in_one_error(
     kind: str, load: Any, weights_only: bool | None, bucket: Bucket, tmp_path: Path
@@ -205,7 +205,7 @@ def test_a_file_of_another_kind_is_said_to_be_none_in_one_error(
 @pytest.mark.parametrize(
     ("kind", "load"),
     [
-        *(("another archive", load) for load in (_load, _lazy_load, checkpoints.load_full)),
+        *(("another archive", load) for load in (_load, _lazy_load, full_state.load_whole)),
         *(("truncated legacy", load) for load in (_load, _lazy_load)),
     ],
 )

@@ -17,7 +17,7 @@ from lightning.fabric.storage.background import pending
 from lightning.fabric.storage.background.queue import watching
 from lightning.fabric.storage.background.saver import saver_of
 from lightning.fabric.storage.paths.location import locate
-from lightning.fabric.storage.strategies.checkpoints import saving_full
+from lightning.fabric.storage.strategies.checkpoint_save import saving_full
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as TrainersAsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 

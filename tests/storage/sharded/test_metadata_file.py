@@ -20,7 +20,7 @@ from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.place import LocalPlace, Place
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.sharded.checksums import FileRecords, Record, records_of
-from lightning.fabric.storage.strategies import checkpoints
+from lightning.fabric.storage.strategies import checkpoint_load, checkpoint_place, checkpoint_save
 from lightning.fabric.storage.tools import consolidate, verify
 from lightning.fabric.storage.tools.discover import why_incomplete
 from lightning.fabric.storage.transport.sink import Sink
@@ -36,15 +36,15 @@ def place(request: pytest.FixtureRequest, bucket: Bucket, tmp_path: Path) -> Pla
 
 def save(place: Place, number: float) -> None:
     state = {"model": {name: value * number for name, value in WEIGHTS.items()}, "note": f"note {number}"}
-    checkpoints.save_sharded(state, {"epoch": number, "rng": torch.tensor([number])}, place)
+    checkpoint_save.save_sharded(state, {"epoch": number, "rng": torch.tensor([number])}, place)
 
 
 def load(path: Any) -> float:
     """Which save there is, if all of it is of the same."""
     state: dict[str, Any] = {"model": {name: torch.zeros_like(value) for name, value in WEIGHTS.items()}, "note": ""}
-    found = path if isinstance(path, checkpoints.FoundCheckpoint) else checkpoints.find_checkpoint(path)
-    checkpoints.load_shards(state, found)
-    meta = checkpoints.load_metadata(found)
+    found = path if isinstance(path, checkpoint_place.FoundCheckpoint) else checkpoint_place.find_checkpoint(path)
+    checkpoint_load.load_shards(state, found)
+    meta = checkpoint_load.load_metadata(found)
     number = meta["epoch"]
     for name, value in WEIGHTS.items():
         assert torch.equal(state["model"][name], value * number)
@@ -95,7 +95,7 @@ class Unpicklable:
 def fail_to_save(path: Path, meanwhile: Callable[[], Any]) -> list[str]:
     """What is left."""
     with pytest.raises((OSError, RuntimeError), match="not this"):
-        checkpoints.save_sharded({"model": WEIGHTS}, {"epoch": Unpicklable(meanwhile)}, path)
+        checkpoint_save.save_sharded({"model": WEIGHTS}, {"epoch": Unpicklable(meanwhile)}, path)
     return sorted(found.relative_to(path.parent).as_posix() for found in path.parent.rglob("*"))
 
 
@@ -119,12 +119,12 @@ def test_a_save_that_fails_leaves_the_files_of_others_in_its_folder(tmp_path: Pa
 
 def test_what_was_found_before_an_overwrite_fails_to_load_and_is_not_mixed_with_it(place: Place) -> None:
     save(place, 1)
-    found = checkpoints.find_checkpoint(place)
+    found = checkpoint_place.find_checkpoint(place)
     save(place, 2)
     with pytest.raises(FileNotFoundError, match=r"is missing.*replaced while it was loaded. Load it again"):
         load(found)
     with pytest.raises(FileNotFoundError):
-        checkpoints.load_metadata(found)
+        checkpoint_load.load_metadata(found)
     assert load(place) == 2
 
 
@@ -163,7 +163,7 @@ def test_shards_without_metadata_are_refused_as_an_interrupted_save(place: Place
     save(place, 1)
     change(place, bucket, lambda name, old: None if name == ".metadata" else old)
     with pytest.raises(FileNotFoundError, match=r"incomplete: .metadata is missing.*interrupted"):
-        checkpoints.find_checkpoint(place)
+        checkpoint_place.find_checkpoint(place)
     assert why_incomplete(place) is not None
     save(place, 2)  # which also removes them
     assert load(place) == 2
@@ -171,12 +171,12 @@ def test_shards_without_metadata_are_refused_as_an_interrupted_save(place: Place
 
 
 def test_where_there_is_nothing_no_checkpoint_is_found(place: Place) -> None:
-    found = checkpoints.find_checkpoint(place)
-    assert not checkpoints.is_sharded_checkpoint(found)
-    assert not checkpoints.is_full_checkpoint(found)
+    found = checkpoint_place.find_checkpoint(place)
+    assert not checkpoint_place.is_sharded_checkpoint(found)
+    assert not checkpoint_place.is_full_checkpoint(found)
     assert why_incomplete(place) is not None
     with pytest.raises(FileNotFoundError, match="There is no sharded checkpoint"):
-        checkpoints.load_shards({}, found)
+        checkpoint_load.load_shards({}, found)
 
 
 @pytest.mark.parametrize("which", [".metadata", "_meta.distcp"])
@@ -248,32 +248,32 @@ def test_stock_torch_reads_our_shards(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_anything_beside_the_shards_is_complete(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    checkpoints.save_sharded({"w": torch.ones(3)}, None, tmp_path)
+    checkpoint_save.save_sharded({"w": torch.ones(3)}, None, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".metadata", next(tmp_path.glob("*.distcp")).name]
-    assert checkpoints.load_metadata(tmp_path) == {}
+    assert checkpoint_load.load_metadata(tmp_path) == {}
 
 
 def test_stock_checkpoints_load_and_need_their_meta_pt(tmp_path: Path) -> None:
     state = {"w": torch.arange(3.0)}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path)
     with pytest.raises(FileNotFoundError, match=r"meta\.pt is missing"):
-        checkpoints.find_checkpoint(tmp_path)
+        checkpoint_place.find_checkpoint(tmp_path)
     torch.save({"epoch": 5}, tmp_path / "meta.pt")
     into = {"w": torch.zeros(3)}
-    found = checkpoints.find_checkpoint(tmp_path)
-    checkpoints.load_shards(into, found)
+    found = checkpoint_place.find_checkpoint(tmp_path)
+    checkpoint_load.load_shards(into, found)
     assert torch.equal(into["w"], state["w"])
-    assert checkpoints.load_metadata(found) == {"epoch": 5}
+    assert checkpoint_load.load_metadata(found) == {"epoch": 5}
     next(tmp_path.glob("*.distcp")).unlink()
     with pytest.raises(FileNotFoundError, match=r"__0_0\.distcp is missing"):
-        checkpoints.find_checkpoint(tmp_path)
+        checkpoint_place.find_checkpoint(tmp_path)
 
 
 def test_the_size_of_a_shard_is_told_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []  # the size of the parts of an upload depends on it
     monkeypatch.setattr(Sink, "expect", lambda sink, size: told.append(size))
     state = {str(number): torch.ones(100_000 * number) for number in range(4)}
-    checkpoints.save_sharded(state, None, tmp_path)
+    checkpoint_save.save_sharded(state, None, tmp_path)
     (shard,) = tmp_path.glob("*.distcp")
     assert told[0] == pytest.approx(shard.stat().st_size, rel=0.01)
 
@@ -282,8 +282,8 @@ def test_a_state_that_the_checkpoint_lacks_is_an_error_unless_it_may_lack_it(pla
     save(place, 1)
     state = {"model": {"w": torch.zeros(3, 4), "extra": torch.full((2,), 9.0)}}
     with pytest.raises(RuntimeError, match=r"Could not load the sharded checkpoint .*Missing key.*model\.extra"):
-        checkpoints.load_shards(state, place)
-    checkpoints.load_shards(state, place, strict=False)
+        checkpoint_load.load_shards(state, place)
+    checkpoint_load.load_shards(state, place, strict=False)
     assert torch.equal(state["model"]["w"], WEIGHTS["w"])
     assert state["model"]["extra"].tolist() == [9, 9]
 
@@ -299,7 +299,7 @@ def test_whoever_may_read_but_not_list_can_load(bucket: Bucket, caplog: pytest.L
 def test_a_value_that_cannot_be_saved_fails_the_save_and_leaves_the_old_checkpoint(place: Place) -> None:
     save(place, 1)
     with pytest.raises(RuntimeError, match=r"Could not save the sharded checkpoint .*rank 0: .*pickle"):
-        checkpoints.save_sharded({"w": torch.ones(1)}, {"epoch": lambda: 1}, place)
+        checkpoint_save.save_sharded({"w": torch.ones(1)}, {"epoch": lambda: 1}, place)
     assert load(place) == 1
 
 
@@ -312,7 +312,7 @@ class Unsavable:
 
 def test_whatever_a_value_raises_can_be_sent_to_other_ranks(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="rank 0: RuntimeError: KeyError: ") as raised:
-        checkpoints.save_sharded({"w": torch.ones(1), "value": Unsavable()}, None, tmp_path)
+        checkpoint_save.save_sharded({"w": torch.ones(1), "value": Unsavable()}, None, tmp_path)
     sent = pickle.loads(pickle.dumps(raised.value.__cause__))
     assert list(sent.failures) == [0]
 
@@ -378,9 +378,9 @@ def test_an_interruption_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_options_of_the_save_reach_the_store(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
-    place = checkpoints.locate_checkpoint(f"{bucket.url}/x.ckpt", options)
+    place = checkpoint_place.locate_checkpoint(f"{bucket.url}/x.ckpt", options)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     save(place, 1)
     assert load(place) == 1
     with pytest.raises(TypeError, match="Storage options are a dictionary"):
-        checkpoints.locate_checkpoint(f"{bucket.url}/x.ckpt", "http://127.0.0.1:9")  # type: ignore[arg-type]
+        checkpoint_place.locate_checkpoint(f"{bucket.url}/x.ckpt", "http://127.0.0.1:9")  # type: ignore[arg-type]

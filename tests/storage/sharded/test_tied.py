@@ -17,7 +17,7 @@ from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.sharded.save_planner import PlanCache, Shard
 from lightning.fabric.storage.sharded.writer import ShardWriter
-from lightning.fabric.storage.strategies import checkpoints
+from lightning.fabric.storage.strategies import checkpoint_load, checkpoint_save
 from lightning.fabric.storage.tools import consolidate, verify
 
 WEIGHT = torch.arange(5_000.0).reshape(50, 100)
@@ -32,12 +32,12 @@ def state() -> dict[str, Any]:
 
 
 def save_now(path: Path) -> None:
-    checkpoints.save_sharded(state(), {"epoch": 1}, path)
+    checkpoint_save.save_sharded(state(), {"epoch": 1}, path)
 
 
 def save_in_background(path: Path) -> None:
     saved = state()
-    checkpoints.save_sharded(saved, {"epoch": 1}, path, AsyncCheckpointIO())
+    checkpoint_save.save_sharded(saved, {"epoch": 1}, path, AsyncCheckpointIO())
     saved["model"]["weight"].zero_()
     drain()
 
@@ -82,7 +82,7 @@ def test_tensors_that_had_the_same_memory_one_after_the_other_are_not_tied(tmp_p
 
 def test_every_name_loads_here_and_with_torch(saved: Path) -> None:
     for load in (
-        checkpoints.load_shards,
+        checkpoint_load.load_shards,
         lambda into, path: dcp.load(into, storage_reader=dcp.FileSystemReader(path), no_dist=True),
     ):
         into = {"model": {name: torch.zeros_like(value) for name, value in state()["model"].items() if name != "note"}}
@@ -94,7 +94,7 @@ def test_every_name_loads_here_and_with_torch(saved: Path) -> None:
 def test_one_name_of_tied_tensors_loads_without_the_other(saved: Path) -> None:
     for name in ("weight", "tied"):
         into = {"model": {name: torch.zeros(50, 100)}}
-        checkpoints.load_shards(into, saved)
+        checkpoint_load.load_shards(into, saved)
         assert torch.equal(into["model"][name], WEIGHT)
 
 
@@ -108,7 +108,7 @@ def test_tied_tensors_are_verified_once_and_damage_is_told_of_one_of_them(saved:
     (problem,) = verify.verify(locate(saved)).problems
     assert re.search(r"of 'model\.(weight|tied|view)' are damaged: their checksum is wrong", problem)
     with pytest.raises(OSError, match=r"is damaged"):
-        checkpoints.load_shards({"model": {"tied": torch.zeros(50, 100)}}, saved)
+        checkpoint_load.load_shards({"model": {"tied": torch.zeros(50, 100)}}, saved)
 
 
 def test_tied_tensors_are_tied_in_the_file_that_is_made_of_the_shards(saved: Path, tmp_path: Path) -> None:

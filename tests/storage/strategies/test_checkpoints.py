@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.place import Place
-from lightning.fabric.storage.strategies import checkpoints
+from lightning.fabric.storage.strategies import checkpoint_load, checkpoint_place, checkpoint_save, full_state
 from tests.servers import Bucket
 from tests.servers.credentials import SECRET
 from tests.storage import tree  # noqa: F401  # registers the protocol
@@ -16,10 +17,10 @@ from tests.storage import tree  # noqa: F401  # registers the protocol
 
 @pytest.mark.parametrize("path", ["s3://bucket/x.ckpt", Path("s3://bucket/x.ckpt")])
 def test_an_older_torch_gets_one_clear_message_for_a_url(path: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "_TORCH_GREATER_EQUAL_2_4", False)
+    monkeypatch.setattr(checkpoint_place, "_TORCH_GREATER_EQUAL_2_4", False)
     with pytest.raises(NotImplementedError, match=r"need PyTorch 2\.4 or newer.*local path instead of s3://bucket/x"):
-        checkpoints.locate_checkpoint(path)
-    assert checkpoints.locate_checkpoint("run/x.ckpt").raw == "run/x.ckpt"
+        checkpoint_place.locate_checkpoint(path)
+    assert checkpoint_place.locate_checkpoint("run/x.ckpt").raw == "run/x.ckpt"
 
 
 @pytest.fixture(params=["local", "s3", "memory", "tree", "generic", "ftp"])
@@ -32,47 +33,49 @@ def place(request: pytest.FixtureRequest, bucket: Bucket, ftp: str, tmp_path: Pa
 
 
 def make_shards(place: Place) -> None:
-    checkpoints.save_sharded({"w": torch.full((3,), 7.0)}, {"epoch": 1}, place)
+    checkpoint_save.save_sharded({"w": torch.full((3,), 7.0)}, {"epoch": 1}, place)
 
 
 def assert_shards(place: Place) -> None:
-    found = checkpoints.find_checkpoint(place)
-    assert checkpoints.is_sharded_checkpoint(found)
-    assert not checkpoints.is_full_checkpoint(found)
+    found = checkpoint_place.find_checkpoint(place)
+    assert checkpoint_place.is_sharded_checkpoint(found)
+    assert not checkpoint_place.is_full_checkpoint(found)
     state = {"w": torch.zeros(3)}
-    checkpoints.load_shards(state, found)
+    checkpoint_load.load_shards(state, found)
     assert state["w"].tolist() == [7, 7, 7]
-    assert checkpoints.load_metadata(found) == {"epoch": 1}
+    assert checkpoint_load.load_metadata(found) == {"epoch": 1}
 
 
 def test_a_full_file_that_cannot_be_saved_leaves_the_shards_that_it_replaces(place: Place) -> None:
     make_shards(place)
 
-    with pytest.raises(RuntimeError, match="no luck"), checkpoints.saving_full(place, TorchCheckpointIO(), {}):
+    with pytest.raises(RuntimeError, match="no luck"), checkpoint_save.saving_full(place, TorchCheckpointIO(), {}):
         raise RuntimeError("no luck")
     assert_shards(place)
 
 
 def test_a_full_file_takes_the_place_of_shards(place: Place) -> None:
     make_shards(place)
-    checkpoints.save_full({"w": torch.ones(2)}, place)
-    assert not checkpoints.is_sharded_checkpoint(place)
-    assert checkpoints.is_full_checkpoint(place)
-    assert torch.equal(checkpoints.load_full(place)["w"], torch.ones(2))
+    checkpoint_save.save_full({"w": torch.ones(2)}, None, place)
+    assert not checkpoint_place.is_sharded_checkpoint(place)
+    assert checkpoint_place.is_full_checkpoint(place)
+    assert torch.equal(full_state.load_whole(place.raw)["w"], torch.ones(2))
 
 
 def test_shards_take_the_place_of_a_full_file(place: Place) -> None:
-    checkpoints.save_full({"w": torch.ones(2)}, place)
+    checkpoint_save.save_full({"w": torch.ones(2)}, None, place)
     make_shards(place)
     assert_shards(place)
-    assert not checkpoints.is_full_checkpoint(place)
+    assert not checkpoint_place.is_full_checkpoint(place)
 
 
 def test_a_folder_that_is_no_checkpoint_is_in_the_way_only_where_names_are_not_shared(place: Place) -> None:
     save_file("mine", place / "notes.pt")
-    assert checkpoints.is_folder_in_the_way(place) is not str(place).startswith("s3:")
+    is_in_the_way = not str(place).startswith("s3:")
+    with pytest.raises(IsADirectoryError) if is_in_the_way else nullcontext():
+        checkpoint_place.refuse_folder(place)
     make_shards(place)
-    assert not checkpoints.is_folder_in_the_way(place)
+    checkpoint_place.refuse_folder(place)
 
 
 @pytest.mark.parametrize("front", ["fabric", "pytorch"])
@@ -99,26 +102,26 @@ def test_a_full_file_that_cannot_be_removed_after_the_shards_are_saved_is_a_warn
     bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = locate(f"{bucket.url}/x.ckpt")
-    checkpoints.save_full({"w": torch.ones(2)}, place)
+    checkpoint_save.save_full({"w": torch.ones(2)}, None, place)
     with bucket.refusing(refuse_removal):
         make_shards(place)
     assert "Could not remove" in caplog.text
-    assert checkpoints.is_sharded_checkpoint(place)  # and the folder is what counts
+    assert checkpoint_place.is_sharded_checkpoint(place)  # and the folder is what counts
 
 
 def test_shards_that_cannot_be_removed_after_the_full_file_is_saved_are_an_error_that_says_so(bucket: Bucket) -> None:
     place = locate(f"{bucket.url}/x.ckpt")
     make_shards(place)
     with bucket.refusing(refuse_removal), pytest.raises(OSError, match="still what would be loaded"):
-        checkpoints.save_full({"w": torch.ones(2)}, place)
+        checkpoint_save.save_full({"w": torch.ones(2)}, None, place)
 
 
 def test_whoever_may_only_write_can_save(bucket: Bucket) -> None:
     place = locate(f"{bucket.url}/x.ckpt")
     with bucket.refusing(lambda method, path: None if method in ("PUT", "POST") else 403):
-        checkpoints.save_full({"w": torch.ones(2)}, place)
+        checkpoint_save.save_full({"w": torch.ones(2)}, None, place)
         make_shards(place.beside("-shards"))
-    assert checkpoints.is_full_checkpoint(place)
+    assert checkpoint_place.is_full_checkpoint(place)
     assert_shards(place.beside("-shards"))
 
 
@@ -127,24 +130,24 @@ def test_old_shards_that_cannot_be_removed_do_not_fail_the_save(
     refused: str, bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = locate(f"{bucket.url}/x.ckpt")
-    checkpoints.save_sharded({"w": torch.ones(3)}, None, place)
+    checkpoint_save.save_sharded({"w": torch.ones(3)}, None, place)
     with bucket.refusing(lambda method, path: 403 if method == refused else None):
-        checkpoints.save_sharded({"w": torch.full((3,), 2.0)}, None, place)
+        checkpoint_save.save_sharded({"w": torch.full((3,), 2.0)}, None, place)
     assert "Could not remove what earlier saves have left" in caplog.text
     state = {"w": torch.zeros(3)}
-    checkpoints.load_shards(state, place)
+    checkpoint_load.load_shards(state, place)
     assert state["w"].tolist() == [2, 2, 2]
     assert len([name for name in bucket.names() if name.endswith(".distcp")]) == 2
-    checkpoints.save_sharded({"w": torch.ones(3)}, None, place)
+    checkpoint_save.save_sharded({"w": torch.ones(3)}, None, place)
     assert len([name for name in bucket.names() if name.endswith(".distcp")]) == 1
 
 
 @pytest.mark.parametrize("part", [".metadata", ".distcp"])
 def test_a_shard_that_cannot_be_read_is_an_oserror_that_names_the_checkpoint(part: str, bucket: Bucket) -> None:
     place = locate(f"{bucket.url}/x.ckpt")
-    checkpoints.save_sharded({"w": torch.ones(3), "optimizer": {"w": torch.ones(3)}}, None, place)
+    checkpoint_save.save_sharded({"w": torch.ones(3), "optimizer": {"w": torch.ones(3)}}, None, place)
     with (
         bucket.refusing(lambda method, path: 403 if part in path else None),
         pytest.raises(OSError, match=rf"Could not (read|load the sharded checkpoint) {place}.*Forbidden"),
     ):
-        checkpoints.load_shards({"w": torch.zeros(3)}, place)
+        checkpoint_load.load_shards({"w": torch.zeros(3)}, place)

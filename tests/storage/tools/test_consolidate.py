@@ -25,7 +25,7 @@ from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.sharded import metadata_file
-from lightning.fabric.storage.strategies import checkpoints
+from lightning.fabric.storage.strategies import checkpoint_save
 from lightning.fabric.storage.tools import consolidate
 from lightning.fabric.utilities import consolidate_command
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
@@ -58,7 +58,7 @@ def state(model_key: str = "model") -> dict[str, Any]:
 
 
 def save(place: str | Path, state: dict[str, Any], meta: dict[str, Any] | None = None) -> Place:
-    checkpoints.save_sharded(state, meta, place)
+    checkpoint_save.save_sharded(state, meta, place)
     return locate(place)
 
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.paths.location import locate
-from lightning.fabric.storage.strategies import checkpoints
+from lightning.fabric.storage.strategies import checkpoint_load, checkpoint_save
 from lightning.fabric.storage.tools import verify
 from tests.storage.states import assert_same
 
@@ -42,7 +42,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "file of ours": lambda path: save_file(STATE, path),
     "file without checksums": _save_without_checksums,
     "shards of torch": _save_stock_shards,
-    "shards of ours": lambda path: checkpoints.save_sharded(STATE, META, path),
+    "shards of ours": lambda path: checkpoint_save.save_sharded(STATE, META, path),
 }
 
 
@@ -81,9 +81,9 @@ def loads_as_it_was(path: Path) -> None:
         "model": {name: torch.zeros_like(value) for name, value in STATE["model"].items()},
         "optimizer": {"lr": 0.0, "names": []},
     }
-    checkpoints.load_shards(into, path)
+    checkpoint_load.load_shards(into, path)
     assert_same(into, STATE)
-    assert_same(checkpoints.load_metadata(path), META)
+    assert_same(checkpoint_load.load_metadata(path), META)
     assert_same(torch.load(path / "meta.pt"), META)
 
 

@@ -33,7 +33,7 @@ from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.sharded.global_plan import PackedPlan, join_plans
 from lightning.fabric.storage.sharded.metadata_unpickler import unpickle
-from lightning.fabric.storage.strategies import checkpoints
+from lightning.fabric.storage.strategies import checkpoint_load, checkpoint_place
 from lightning.fabric.storage.tools import consolidate, verify
 from tests.storage import hostile
 from tests.storage.states import assert_same
@@ -80,12 +80,13 @@ def test_whoever_trusts_a_checkpoint_loads_what_is_no_plain_type(
     save(tmp_path / "x.ckpt", state, {"hyperparameters": Hyperparameters(7)})
     into: dict[str, Any] = {"model": {"w": torch.zeros(3), "note": None}}
     with pytest.raises(RuntimeError, match=r"'model\.note'. If you trust the author .* `weights_only=False`"):
-        checkpoints.load_shards(into, tmp_path / "x.ckpt")
-    checkpoints.load_shards(into, tmp_path / "x.ckpt", weights_only=False)
+        checkpoint_load.load_shards(into, tmp_path / "x.ckpt")
+    trusted = checkpoint_place.find_checkpoint(tmp_path / "x.ckpt", weights_only=False)
+    checkpoint_load.load_shards(into, trusted)
     assert into["model"]["note"] == [Hyperparameters(5)]
     with pytest.raises(pickle.UnpicklingError):
-        checkpoints.load_metadata(tmp_path / "x.ckpt")
-    assert checkpoints.load_metadata(tmp_path / "x.ckpt", False) == {"hyperparameters": Hyperparameters(7)}
+        checkpoint_load.load_metadata(tmp_path / "x.ckpt")
+    assert checkpoint_load.load_metadata(trusted) == {"hyperparameters": Hyperparameters(7)}
     with pytest.raises(
         RuntimeError, match=r"'model\.note' cannot be loaded here: .* TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"
     ):
@@ -100,7 +101,7 @@ def test_objects_in_shards_come_back_as_they_were(tmp_path: Path) -> None:
     objects = {"list": [1, "x", None], "tensors": (shared, shared[1:]), "nothing": None}
     hostile.ours(tmp_path / "x.ckpt", {"model": dict(objects)})
     into: dict[str, Any] = {"model": dict.fromkeys(objects)}
-    checkpoints.load_shards(into, tmp_path / "x.ckpt")
+    checkpoint_load.load_shards(into, tmp_path / "x.ckpt")
     assert_same(into["model"], objects)
     into["model"]["tensors"][0][1] = 7
     assert into["model"]["tensors"][1][0] == 7
@@ -111,8 +112,9 @@ def test_a_full_state_with_code_is_not_given_to_lazy_loading(tmp_path: Path) -> 
     torch.save({"code": Hyperparameters(3)}, tmp_path / "y.ckpt")
     for name in ("x.ckpt", "y.ckpt"):
         with pytest.raises(pickle.UnpicklingError, match=r"(?s)\.ckpt: .*Hyperparameters"):
-            archive(checkpoints.FoundCheckpoint(locate(tmp_path / name), weights_only=True))
-        assert archive(checkpoints.FoundCheckpoint(locate(tmp_path / name), weights_only=False)) == str(tmp_path / name)
+            archive(checkpoint_place.FoundCheckpoint(locate(tmp_path / name), weights_only=True))
+        trusted = checkpoint_place.FoundCheckpoint(locate(tmp_path / name), weights_only=False)
+        assert archive(trusted) == str(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", sorted(hostile.ARCHIVES))

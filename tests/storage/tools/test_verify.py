@@ -18,7 +18,7 @@ from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.sharded.checksums import records_of
-from lightning.fabric.storage.strategies import checkpoints
+from lightning.fabric.storage.strategies import checkpoint_load, checkpoint_save
 from lightning.fabric.storage.tools import verify
 from lightning.fabric.utilities import verify_checkpoint
 from tests.servers import Bucket
@@ -32,7 +32,7 @@ STATE = {
 
 
 def save(place: str | Path) -> None:
-    checkpoints.save_sharded(STATE, {"epoch": 3}, place)
+    checkpoint_save.save_sharded(STATE, {"epoch": 3}, place)
 
 
 def save_stock(folder: Path) -> None:
@@ -224,14 +224,14 @@ def test_what_only_stock_lightning_reads_is_checked_too(tmp_path: Path, run: Run
     elif damage == "missing":
         meta.unlink()
     else:
-        checkpoints.save_sharded(STATE, {"epoch": 2}, tmp_path / "y.ckpt")
+        checkpoint_save.save_sharded(STATE, {"epoch": 2}, tmp_path / "y.ckpt")
         meta.write_bytes((tmp_path / "y.ckpt" / "meta.pt").read_bytes())
     code, lines, _ = run(folder)
     assert code == 1
     assert len(lines) == 2
     assert str(meta) in lines[0]
     assert lines[0].endswith("(stock Lightning reads this file, this library does not)")
-    assert checkpoints.load_metadata(folder) == {"epoch": 3}
+    assert checkpoint_load.load_metadata(folder) == {"epoch": 3}
 
 
 @pytest.mark.parametrize("lacking", ["record", "checksums"])

@@ -12,7 +12,7 @@ from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.remove import remove
-from lightning.fabric.storage.strategies import checkpoints
+from lightning.fabric.storage.strategies import checkpoint_load, checkpoint_place, checkpoint_save
 from lightning.fabric.storage.transport.open import open_source, open_writer
 from tests.servers.zonal import Broken, Damaged, Lost, Refused, ZonalBucket, ZonalServer, lead_gcsfs_to
 from tests.storage.states import assert_same
@@ -145,18 +145,18 @@ def test_a_range_that_always_comes_damaged_is_an_error(place: ZonalBucket) -> No
 def test_shards_are_replaced_and_removed_and_leave_no_folder_and_no_temporary_object(place: ZonalBucket) -> None:
     checkpoint = locate(f"{place.url}/{NAME}")
     state: dict[str, Any] = {"model": {"w": torch.arange(12.0)}}
-    checkpoints.save_sharded(state, {"epoch": 1}, checkpoint)
+    checkpoint_save.save_sharded(state, {"epoch": 1}, checkpoint)
     with open_writer(locate(f"{place.url}/{NAME}/new.distcp")) as file:
         file.write(bytes(33 * MIB))
         (unfinished,) = place.unfinished_uploads()
     place.put(unfinished, b"what a process that was killed leaves")
-    checkpoints.save_sharded(state, {"epoch": 2}, checkpoint)
+    checkpoint_save.save_sharded(state, {"epoch": 2}, checkpoint)
     assert unfinished not in place.names()
     assert len(place.names()) == 4
-    found = checkpoints.find_checkpoint(checkpoint)
-    assert checkpoints.load_metadata(found)["epoch"] == 2
+    found = checkpoint_place.find_checkpoint(checkpoint)
+    assert checkpoint_load.load_metadata(found)["epoch"] == 2
     state["model"]["w"] = torch.zeros(12)
-    checkpoints.load_shards(state, found)
+    checkpoint_load.load_shards(state, found)
     assert torch.equal(state["model"]["w"], torch.arange(12.0))
     remove(checkpoint)
     assert place.names() == []

@@ -8,7 +8,7 @@ from contextlib import suppress
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.paths.redact import redact
-from lightning.fabric.storage.strategies.checkpoints import find_checkpoint
+from lightning.fabric.storage.strategies.checkpoint_place import find_checkpoint
 from lightning.fabric.storage.transport.errors import questions_named
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What the FSDP and model-parallel strategies do to save and to load, for Fabric and the Trainer alike.
+"""Saves and loads of the FSDP and model-parallel strategies, for Fabric and the Trainer alike.
 
-It may use everything here but ``tools``.
+The package may use everything here but ``tools``.
 """

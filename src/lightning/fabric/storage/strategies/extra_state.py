@@ -1,4 +1,4 @@
-"""What belongs to a checkpoint of all ranks beside model and optimizers, of which only what rank zero has is saved."""
+"""The rest of a checkpoint of all ranks, beside model and optimizers, of which only what rank zero has is saved."""
 
 import logging
 import math
@@ -17,22 +17,22 @@ log = logging.getLogger(__name__)
 
 #: How many values of a tensor are compared.
 _SAMPLE = 1024
-#: For each tensor: what it is, and a checksum of some of its values.
-_Looks = dict[str, tuple[Any, ...]]
+#: By the path of each tensor: its type, its shape, and a checksum of some of its values.
+_Summary = dict[str, tuple[Any, ...]]
 
 
 def refuse_parts(rest: Mapping[str, Any], place: Place) -> None:
-    """Raises if a tensor is a part that only this rank has, for the other ranks would get that of rank zero.
+    """Refuses to save a tensor that is a part which only this rank has, for the others would get that of rank zero.
 
     A collective call. Numbers may differ from rank to rank, and so may tensors of one value, such as metrics. Of whole
     numbers that do, such as the state of a random number generator, there is a warning: those of rank zero are saved.
 
     Args:
-        rest: What is saved of rank zero.
-        place: Of the checkpoint, for the error.
+        rest: The rest of the checkpoint, which is saved of rank zero.
+        place: The place of the checkpoint, for the error.
 
     Raises:
-        ValueError: There is one; the message says where. Every rank raises it.
+        ValueError: There is such a tensor; the message says where. Every rank raises it.
     """
     from torch.distributed.checkpoint import CheckpointException
 
@@ -40,7 +40,7 @@ def refuse_parts(rest: Mapping[str, Any], place: Place) -> None:
 
     group = RankGroup()
     try:
-        group.gather_scatter("save", lambda: _looks(rest), _compare)
+        group.gather_scatter("save", lambda: _summary_of(rest), _compare)
     except CheckpointException as error:
         if group.error is not None and not isinstance(group.error, Exception):
             raise group.error from None
@@ -48,8 +48,8 @@ def refuse_parts(rest: Mapping[str, Any], place: Place) -> None:
         raise ValueError(f"Could not save {place}: {reason}") from error
 
 
-def _looks(rest: Mapping[str, Any]) -> _Looks:
-    looks: _Looks = {}
+def _summary_of(rest: Mapping[str, Any]) -> _Summary:
+    summary: _Summary = {}
     for path, tensor in tensors_in(rest):
         if is_shard(tensor):
             raise ValueError(
@@ -57,8 +57,8 @@ def _looks(rest: Mapping[str, Any]) -> _Looks:
                 " only what rank zero has is saved. Put its `full_tensor()` there, on all ranks."
             )
         if not is_distributed(tensor) and is_values(tensor) and tensor.numel() > 1:
-            looks[path] = (tensor.dtype, tuple(tensor.shape), _checksum(tensor.detach()))
-    return looks
+            summary[path] = (tensor.dtype, tuple(tensor.shape), _checksum(tensor.detach()))
+    return summary
 
 
 def _checksum(tensor: Tensor) -> int:
@@ -66,10 +66,10 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(some.contiguous().view(torch.uint8).numpy().data)
 
 
-def _compare(all_looks: list[_Looks]) -> list[None]:
-    for path, (dtype, shape, checksum) in all_looks[0].items():
-        for rank, looks in enumerate(all_looks):
-            of_rank = looks.get(path, (dtype, shape, checksum))
+def _compare(summaries: list[_Summary]) -> list[None]:
+    for path, (dtype, shape, checksum) in summaries[0].items():
+        for rank, summary in enumerate(summaries):
+            of_rank = summary.get(path, (dtype, shape, checksum))
             if of_rank[:2] == (dtype, shape) and not (dtype.is_floating_point or dtype.is_complex):
                 if of_rank[2] != checksum:
                     _warn_of_rank_zeros(path)
@@ -80,7 +80,7 @@ def _compare(all_looks: list[_Looks]) -> list[None]:
                     " (`DTensor.full_tensor()`, or `FSDP.summon_full_params`); if each has its own, a list of all"
                     " (`torch.distributed.all_gather_object`)."
                 )
-    return [None] * len(all_looks)
+    return [None] * len(summaries)
 
 
 @cache

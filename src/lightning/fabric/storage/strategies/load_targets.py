@@ -1,4 +1,4 @@
-"""What a checkpoint is loaded into: what the model has, where the checkpoint fits into that, else what it needs.
+"""The targets of a load: the model's own tensors where the checkpoint fits into them, else new ones.
 
 torch.distributed.checkpoint loads into the tensors that there are. A module may have others than when it was saved: a
 buffer that has grown, a list of tensors, an optimizer's state that does not exist yet.
@@ -16,19 +16,17 @@ from lightning.fabric.storage.sharded.describable import is_distributed
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata
 
-#: What wrappers of modules call these.
+#: The attributes in which wrappers keep a module.
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-#: Where an object is loaded to.
-_OBJECT = None
 
 
 def clean_name(name: str) -> str:
-    """The name of a parameter, buffer or module without what wrappers add to it."""
+    """Returns the name of a parameter, buffer or module without what wrappers add to it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def entries_of(metadata: "Metadata", key: str) -> dict[tuple[Any, ...], Any]:
-    """What a checkpoint has below a key: the names and numbers that lead to each thing, and what that is."""
+    """Returns the entries of a checkpoint below a key, by the names and numbers that lead to each."""
     described = metadata.state_dict_metadata
     paths = metadata.planner_data or {}
     return {paths[name][1:]: thing for name, thing in described.items() if name in paths and paths[name][0] == key}
@@ -38,9 +36,9 @@ def fit_module_state(state: dict[str, Any], entries: Mapping[tuple[Any, ...], An
     """Makes room in a module's state for what the checkpoint has of it.
 
     Args:
-        state: By name; what cannot take what the checkpoint has of that name is replaced.
-        entries: From :func:`entries_of`.
-        module: Gets what it has not now, if it looks itself what there is to load.
+        state: The module's state by names; an entry that the checkpoint does not fit into is replaced.
+        entries: The module's entries in the checkpoint, from :func:`entries_of`.
+        module: The module. Entries that it lacks are added where it loads them itself.
     """
     by_name: dict[str, dict[tuple[Any, ...], Any]] = {}
     for path, thing in entries.items():
@@ -50,7 +48,7 @@ def fit_module_state(state: dict[str, Any], entries: Mapping[tuple[Any, ...], An
         if name in state:
             if not _fits(state[name], name, things):
                 state[name] = _room(things, state[name])
-        elif looks_itself(parts, name):
+        elif loads_itself(parts, name):
             state[name] = _room(things, None)
 
 
@@ -64,7 +62,7 @@ def _fits(own: Any, name: str, things: Mapping[tuple[Any, ...], Any]) -> bool:
 
 
 def _takes(own: Any, thing: Any) -> bool:
-    """Whether a value can be loaded into; a distributed tensor of another size is an error, which torch explains."""
+    """Returns whether a value can take an entry. A distributed one of another size can: torch explains the error."""
     size = getattr(thing, "size", None)
     if size is None or not isinstance(own, Tensor):
         return size is None and not isinstance(own, Tensor)
@@ -80,18 +78,18 @@ def _room(things: Mapping[tuple[Any, ...], Any], own: Any) -> Any:
     holder: dict[str, Any] = {}
     for path, thing in things.items():
         is_tensor = hasattr(thing, "size")
-        room = torch.empty(thing.size, dtype=thing.properties.dtype, device=device) if is_tensor else _OBJECT
+        room = torch.empty(thing.size, dtype=thing.properties.dtype, device=device) if is_tensor else None
         set_element(holder, ("value", *path[1:]), room)
     return holder["value"]
 
 
 def parts_of(module: nn.Module) -> dict[str, nn.Module]:
-    """All modules in a module, by the names that they have in checkpoints."""
+    """Returns all modules in a module, by the names that they have in checkpoints."""
     return {clean_name(path): part for path, part in module.named_modules()}
 
 
-def looks_itself(parts: Mapping[str, nn.Module], name: str) -> bool:
-    """Whether a part of a module may load a tensor that it does not have now, such as a buffer that comes later."""
+def loads_itself(parts: Mapping[str, nn.Module], name: str) -> bool:
+    """Returns whether a part of a module may load a tensor that it lacks now, such as a buffer that comes later."""
     owner, _, own = name.rpartition(".")
     part = parts.get(owner)
     if part is None:
@@ -100,22 +98,22 @@ def looks_itself(parts: Mapping[str, nn.Module], name: str) -> bool:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether a tensor has a size, and an address for each value."""
+    """Returns whether a tensor has a size, and an address for each value."""
     return not tensor.is_nested and tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def is_writable(tensor: Tensor) -> bool:
-    """Whether values can be written into a tensor, none of which is another one, too."""
+    """Returns whether values can be written into a tensor: it has memory, and no two values share it."""
     is_addressed = not is_lazy(tensor) and not tensor.is_nested and tensor.layout == torch.strided
     return is_addressed and torch._debug_has_internal_overlap(tensor) != 1
 
 
 def replace_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Replaces the buffers of a module into which nothing can be copied, before it loads what there is for them.
+    """Replaces the buffers of a module into which nothing can be copied, before it loads its state.
 
     Args:
         module: The module.
-        state: What it is about to load, by name.
+        state: The state that it is about to load, by names.
     """
     for path, part in parts_of(module).items():
         for own, buffer in part._buffers.items():
@@ -129,13 +127,10 @@ def _is_copied(buffer: Tensor) -> bool:
 
 
 def refuse_unloadable(module: nn.Module) -> None:
-    """Raises if a module has a buffer that would be saved, but could not be loaded.
-
-    Args:
-        module: The module.
+    """Refuses to save a module with a buffer that could not be loaded.
 
     Raises:
-        ValueError: It has; the message names it.
+        ValueError: There is such a buffer; the message names it.
     """
     for path, part in parts_of(module).items():
         for own in part._buffers.keys() - part._non_persistent_buffers_set:

@@ -1,7 +1,6 @@
 """Checkpoints of the model-parallel strategies (FSDP2 and tensor parallelism), whose parameters are DTensors."""
 
 import dataclasses
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -9,13 +8,20 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning.fabric.storage.paths.location import AnyPath
-from lightning.fabric.storage.strategies import checkpoints, full_state, load_targets, optimizer_state
+from lightning.fabric.storage.strategies import full_state, load_targets, optimizer_state
+from lightning.fabric.storage.strategies.checkpoint_load import load_metadata, load_module, load_optimizer
+from lightning.fabric.storage.strategies.checkpoint_place import (
+    FoundCheckpoint,
+    find_to_load,
+    locate_checkpoint,
+    refuse_folder,
+)
+from lightning.fabric.storage.strategies.checkpoint_save import save_full, save_sharded
 from lightning.fabric.storage.strategies.state import (
     Filters,
+    Path,
     distributed_model,
-    no_checkpoint,
-    optimizers_in,
-    refuse_folder,
+    place_for_fabric,
     restore_rest,
     save_of_trainer,
     state_dicts,
@@ -27,27 +33,22 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
     from lightning.fabric.strategies import ModelParallelStrategy
 
-_Path = str | os.PathLike[str]
-
 
 def save(
-    strategy: "ModelParallelStrategy", path: _Path, state: dict[str, Any], storage_options: Any, filters: Filters | None
+    strategy: "ModelParallelStrategy", path: Path, state: dict[str, Any], storage_options: Any, filters: Filters | None
 ) -> None:
     """Saves a checkpoint of Fabric; a collective call.
 
     Args:
         strategy: Fabric's strategy.
-        path: Where to.
+        path: A local path or a URL.
         state: One distributed model, its optimizers, and anything else, by keys.
-        storage_options: As for :func:`~lightning.fabric.storage.strategies.checkpoints.locate_checkpoint`.
+        storage_options: Options for the file system of a URL.
         filters: By key, a predicate on the names and values to save; for full checkpoints only.
     """
-    sharded = strategy._save_distributed_checkpoint
-    if filters is not None and sharded:
-        name = type(strategy).__name__
-        raise NotImplementedError(f"{name} cannot load a sharded checkpoint that was filtered: save without `filter`.")
-    place = checkpoints.locate_checkpoint(strategy.broadcast(path), storage_options)
-    save_state(place, state, not sharded, filters, strategy.checkpoint_io)
+    is_full = not strategy._save_distributed_checkpoint
+    place = place_for_fabric(strategy, path, storage_options, filters, is_full)
+    save_state(place, state, is_full, filters, strategy.checkpoint_io)
 
 
 def save_state(
@@ -62,10 +63,10 @@ def save_state(
 
     from lightning.fabric.strategies.model_parallel import _has_dtensor_modules
 
-    place = checkpoints.locate_checkpoint(path)
+    place = locate_checkpoint(path)
     if full:
         refuse_folder(place)
-    _, module = distributed_model(state, _has_dtensor_modules, "distributed")
+    module = distributed_model(state, _has_dtensor_modules, "distributed").module
     options = StateDictOptions(full_state_dict=full)
     tensors, rest = state_dicts(
         state,
@@ -73,10 +74,7 @@ def save_state(
         lambda optimizer: state_of_optimizer(module, optimizer, options),
         filters,
     )
-    if full:
-        checkpoints.save_full({**tensors, **rest}, place, checkpoint_io, state)
-    else:
-        checkpoints.save_sharded(tensors, rest, place, checkpoint_io)
+    (save_full if full else save_sharded)(tensors, rest, place, checkpoint_io)
 
 
 def module_state(module: Module, full: bool) -> dict[str, Any]:
@@ -102,49 +100,44 @@ def state_of_optimizer(module: Module, optimizer: Optimizer, options: "StateDict
 
 
 def load_state(
-    path: _Path, state: dict[str, Any], strict: bool, in_list: bool, weights_only: bool | None
+    path: AnyPath, state: dict[str, Any], strict: bool, in_list: bool, weights_only: bool | None
 ) -> dict[str, Any]:
     """Loads a checkpoint of Fabric or the Trainer into the objects of ``state``; a collective call.
 
     Args:
-        path: The checkpoint's.
+        path: A local path or a URL, or the checkpoint that was found there.
         state: One distributed model, its optimizers, and anything else, by keys.
         strict: Whether it is an error if the checkpoint lacks something.
         in_list: Whether a full checkpoint has the optimizers' states in a list, as the Trainer's.
-        weights_only: As for :func:`torch.load`.
+        weights_only: The argument of that name of :func:`torch.load`.
 
     Returns:
-        What ``state`` does not ask for.
+        The part of the checkpoint that ``state`` does not ask for.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     from lightning.fabric.strategies.model_parallel import _has_dtensor_modules, _load_raw_module_state
 
-    key, module = distributed_model(state, _has_dtensor_modules, "distributed")
-    its_optimizers = optimizers_in(state)
-    loaded = {key, *its_optimizers}
-    if checkpoints.is_sharded_checkpoint(path):
-        own = {key: get_model_state_dict(module)}
-        checkpoints.load_shards(own, path, strict, weights_only, module)
-        module.load_state_dict(own[key], strict=strict)
-        for name, optimizer in its_optimizers.items():
-            checkpoints.load_optimizer(module, optimizer, name, path, strict, weights_only)
-        rest = checkpoints.load_metadata(path, weights_only)
-        return restore_rest(rest, state, loaded, strict, into_objects=False)
-    if checkpoints.is_full_checkpoint(path):
-        apart = {key, "optimizer_states"} if in_list else loaded
-        checkpoint = full_state.load_full(path, weights_only, apart)
-        _load_raw_module_state(checkpoint.pop(key), module, strict=strict)
-        for number, (name, optimizer) in enumerate(its_optimizers.items()):
-            saved = checkpoint["optimizer_states"][number] if in_list else checkpoint.pop(name)
-            full_state.load_optimizer(module, optimizer, optimizer_state.by_name(saved, module), strict)
-        return restore_rest(checkpoint, state, loaded, strict, into_objects=True)
-    raise no_checkpoint(path)
+    model = distributed_model(state, _has_dtensor_modules, "distributed")
+    module, key = model.module, model.key
+    found = path if isinstance(path, FoundCheckpoint) else find_to_load(path, weights_only)
+    if not found.is_full:
+        load_module(module, key, get_model_state_dict(module), found, strict)
+        for name, optimizer in model.optimizers.items():
+            load_optimizer(module, optimizer, name, found, strict)
+        return restore_rest(load_metadata(found), state, model, strict, into_objects=False)
+    apart = {key, "optimizer_states"} if in_list else {key, *model.optimizers}
+    checkpoint = full_state.load_full(found, apart)
+    _load_raw_module_state(checkpoint.pop(key), module, strict=strict)
+    for number, (name, optimizer) in enumerate(model.optimizers.items()):
+        saved = checkpoint["optimizer_states"][number] if in_list else checkpoint.pop(name)
+        full_state.load_optimizer(module, optimizer, optimizer_state.by_name(saved, module), strict)
+    return restore_rest(checkpoint, state, model, strict, into_objects=True)
 
 
 def save_trainers(
-    strategy: Any, checkpoint: dict[str, Any], path: _Path, storage_options: Any, save_full: Callable[..., None]
+    strategy: Any, checkpoint: dict[str, Any], path: Path, storage_options: Any, save_file: Callable[..., None]
 ) -> None:
     """Saves a checkpoint of the Trainer; see :func:`~lightning.fabric.storage.strategies.state.save_of_trainer`."""
     model = "state_dict" if strategy._save_distributed_checkpoint else None
-    save_of_trainer(strategy, checkpoint, path, storage_options, save_full, model)
+    save_of_trainer(strategy, checkpoint, path, storage_options, save_file, model)

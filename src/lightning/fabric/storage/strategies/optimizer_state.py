@@ -22,12 +22,14 @@ State = dict[str, Any]
 
 
 def names_of(module: nn.Module) -> dict[nn.Parameter, str]:
-    """The names that a module's parameters have in checkpoints."""
+    """Returns the names that a module's parameters have in checkpoints."""
     return {parameter: clean_name(name) for name, parameter in module.named_parameters()}
 
 
 def state_of(module: nn.Module, optimizer: Optimizer, options: "StateDictOptions") -> State:
-    """As torch's ``get_optimizer_state_dict``, but does not change the optimizer; a collective call.
+    """Returns the state that torch's ``get_optimizer_state_dict`` does, without changing the optimizer.
+
+    It is a collective call.
 
     Raises:
         ValueError: The optimizer has a parameter that the module has not.
@@ -47,7 +49,7 @@ def state_of(module: nn.Module, optimizer: Optimizer, options: "StateDictOptions
 
 
 def by_name(state: State, module: nn.Module) -> State:
-    """A full state of an optimizer by the names of parameters, where it may be by their numbers, as of one process."""
+    """Returns a full state of an optimizer by the names of parameters, from one by their numbers or names."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import OptimStateKeyType
 
@@ -64,14 +66,14 @@ def by_name(state: State, module: nn.Module) -> State:
     return {"state": state["state"], "param_groups": groups}
 
 
-def room_for(module: nn.Module, optimizer: Optimizer, metadata: "Metadata", key: str) -> State:
-    """What an optimizer's state in a sharded checkpoint is loaded into.
+def empty_state(module: nn.Module, optimizer: Optimizer, metadata: "Metadata", key: str) -> State:
+    """Returns empty tensors for all of an optimizer's state in a sharded checkpoint.
 
     Args:
-        module: What is optimized. Its parameters are DTensors.
+        module: The module that is optimized, whose parameters are DTensors.
         optimizer: The optimizer.
-        metadata: Of the checkpoint.
-        key: What the optimizer is called there.
+        metadata: The checkpoint's metadata.
+        key: The optimizer's key in the checkpoint.
 
     Raises:
         KeyError: The checkpoint has nothing of that name.
@@ -80,28 +82,30 @@ def room_for(module: nn.Module, optimizer: Optimizer, metadata: "Metadata", key:
 
     entries = entries_of(metadata, key)
     if not entries:
-        raise KeyError(unknown(key))
-    target = targets(module, optimizer)
+        raise unknown_optimizer(key)
+    target = target_factory(module, optimizer)
     state: State = {}
-    for path, thing in entries.items():
-        is_tensor = path[0] == "state" and hasattr(thing, "size")
-        room = target(path[1], path[2], thing.size, thing.properties.dtype) if is_tensor else None
-        if path[0] != "state" and hasattr(thing, "size"):  # such as a learning rate
-            room = torch.empty(thing.size, dtype=thing.properties.dtype)
-        set_element(state, path, room)
+    for path, entry in entries.items():
+        empty = None
+        if hasattr(entry, "size"):
+            dtype = entry.properties.dtype
+            # outside of the state it is such as a learning rate
+            is_state = path[0] == "state"
+            empty = target(path[1], path[2], entry.size, dtype) if is_state else torch.empty(entry.size, dtype=dtype)
+        set_element(state, path, empty)
     return state
 
 
-def unknown(key: str) -> str:
-    """What there is to say of an optimizer that a checkpoint does not have."""
-    return f"The checkpoint has no optimizer {key!r}. Is it one of this model and these optimizers?"
+def unknown_optimizer(key: str) -> KeyError:
+    """Returns the error for an optimizer that a checkpoint does not have."""
+    return KeyError(f"The checkpoint has no optimizer {key!r}. Is it one of this model and these optimizers?")
 
 
-def targets(module: nn.Module, optimizer: Optimizer) -> Callable[[str, str, torch.Size, torch.dtype], Tensor]:
-    """Returns what makes a tensor that a part of an optimizer's state is loaded into.
+def target_factory(module: nn.Module, optimizer: Optimizer) -> Callable[[str, str, torch.Size, torch.dtype], Tensor]:
+    """Returns a factory of the tensors that the parts of an optimizer's state are loaded into.
 
-    It takes the name of the parameter and of the part, and the part's whole size and type. What is of the size of a
-    parameter is distributed as that is.
+    Its arguments are the name of the parameter, the name of the part, and the part's whole size and type. A part of the
+    size of its parameter is distributed like that.
     """
     parameters = {name: parameter for parameter, name in names_of(module).items()}
     made: dict[str, Any] = {}
@@ -129,20 +133,20 @@ def targets(module: nn.Module, optimizer: Optimizer) -> Callable[[str, str, torc
     return target
 
 
-def place(module: nn.Module, optimizer: Optimizer, state: State, strict: bool = True) -> None:
-    """Gives an optimizer a state, which has been loaded, and nothing beside it.
+def load_by_name(module: nn.Module, optimizer: Optimizer, state: State, strict: bool = True) -> None:
+    """Loads into an optimizer a state by the names of parameters, and nothing beside it.
 
     A group of parameters takes its settings from the one that the checkpoint has for its first parameter. Where the
     checkpoint has the same groups and others after them, these are added, for a callback did so before the save.
 
     Args:
-        module: What is optimized.
+        module: The module that is optimized.
         optimizer: The optimizer.
-        state: By the names of parameters; the tensors are this rank's.
+        state: The state, whose tensors are this rank's.
         strict: Whether it is an error if the checkpoint does not know a parameter.
 
     Raises:
-        KeyError: It is.
+        KeyError: The checkpoint does not know a parameter, and ``strict`` is set.
     """
     names = names_of(module)
     add_groups(module, optimizer, state["param_groups"])
@@ -165,8 +169,8 @@ def place(module: nn.Module, optimizer: Optimizer, state: State, strict: bool = 
     optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
-def place_flat(module: nn.Module, optimizer: Optimizer, state: State) -> None:
-    """As :func:`place`, for the parameters of FSDP; in the context that says whether ``state`` is full or sharded."""
+def load_flat(module: nn.Module, optimizer: Optimizer, state: State) -> None:
+    """Loads a state into an optimizer of FSDP's parameters, in the context of a full or a sharded ``state``."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     add_groups(module, optimizer, state["param_groups"])
@@ -178,9 +182,9 @@ def add_groups(module: nn.Module, optimizer: Optimizer, groups: list[Mapping[str
     """Adds to an optimizer the groups that were added to it before it was saved, and makes their parameters trainable.
 
     Args:
-        module: What is optimized.
+        module: The module that is optimized.
         optimizer: The optimizer.
-        groups: All that were saved, with the names of parameters.
+        groups: All groups that were saved, with the names of parameters.
     """
     names = names_of(module)
     own = [{names.get(parameter) for parameter in group["params"]} for group in optimizer.param_groups]

@@ -1,31 +1,44 @@
 """The parts of a state that is saved or loaded: a distributed model, its optimizers, and the rest."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning.fabric.storage.paths.place import Place
-from lightning.fabric.storage.strategies import checkpoints
+from lightning.fabric.storage.strategies.checkpoint_place import locate_checkpoint, refuse_folder
+from lightning.fabric.storage.strategies.checkpoint_save import save_sharded, saving_full
 from lightning.fabric.utilities.types import _Stateful
 
+Path = str | os.PathLike[str]
 Filters = Mapping[str, Callable[[str, Any], bool]]
+
+
+class DistributedModel(NamedTuple):
+    """The one distributed model of a state, and its optimizers.
+
+    Attributes:
+        key: The model's key in the checkpoint.
+        module: The model.
+        optimizers: Its optimizers by their keys.
+    """
+
+    key: str
+    module: Module
+    optimizers: dict[str, Optimizer]
 
 
 def distributed_model(
     state: Mapping[str, Any], is_distributed: Callable[[object], bool], kind: str
-) -> tuple[str, Module]:
+) -> DistributedModel:
     """Finds the one distributed model of a state.
 
     Args:
         state: Objects by their keys in the checkpoint.
         is_distributed: Tells whether an object is such a model.
         kind: The word for such a model, for errors.
-
-    Returns:
-        The model's key, and the model.
 
     Raises:
         ValueError: There is none, or more than one.
@@ -39,12 +52,8 @@ def distributed_model(
     if len(found) > 1:
         keys = ", ".join(repr(key) for key, _ in found)
         raise ValueError(f"Found multiple {kind} models: {keys}. A checkpoint holds one; give each its own path.")
-    return found[0]
-
-
-def optimizers_in(state: Mapping[str, Any]) -> dict[str, Optimizer]:
-    """Returns the optimizers of a state."""
-    return {key: value for key, value in state.items() if isinstance(value, Optimizer)}
+    optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
+    return DistributedModel(*found[0], optimizers)
 
 
 def state_dicts(
@@ -69,35 +78,36 @@ def state_dicts(
     tensors: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for key, value in state.items():
+        target = tensors
         if isinstance(value, Module):
-            _apply_filter(key, dict(filters or {}), of_module(value), tensors)
+            saved: Any = of_module(value)
         elif isinstance(value, Optimizer):
-            _apply_filter(key, dict(filters or {}), of_optimizer(value), tensors)
+            saved = of_optimizer(value)
         else:
-            saved = value.state_dict() if isinstance(value, _Stateful) else value
-            _apply_filter(key, dict(filters or {}), saved, rest)
+            target, saved = rest, value.state_dict() if isinstance(value, _Stateful) else value
+        _apply_filter(key, dict(filters or {}), saved, target)
     return tensors, rest
 
 
 def restore_rest(
-    saved: dict[str, Any], state: dict[str, Any], loaded: Iterable[str], strict: bool, into_objects: bool
+    saved: dict[str, Any], state: dict[str, Any], model: DistributedModel, strict: bool, into_objects: bool
 ) -> dict[str, Any]:
     """Moves from a checkpoint into a state what is neither a distributed model nor an optimizer.
 
     Args:
         saved: The checkpoint without model and optimizers.
         state: Objects by their keys.
-        loaded: The keys of model and optimizers.
+        model: The model and optimizers of ``state``, which are loaded already.
         strict: Whether it is an error if the checkpoint lacks a key.
         into_objects: Whether stateful objects load what was saved of them, rather than are replaced by it.
 
     Returns:
-        What the state does not ask for.
+        The part of ``saved`` that ``state`` does not ask for.
     """
     from lightning.fabric.strategies.strategy import _validate_keys_for_strict_loading
     from lightning.fabric.utilities.load import _move_state_into
 
-    keys = state.keys() - set(loaded)
+    keys = state.keys() - {model.key, *model.optimizers}
     _validate_keys_for_strict_loading(keys, saved.keys(), strict=strict)
     if into_objects:
         _move_state_into(source=saved, destination=state, keys=keys)
@@ -106,30 +116,31 @@ def restore_rest(
     return saved
 
 
-def no_checkpoint(path: str | os.PathLike[str]) -> ValueError:
-    """Returns the error for a path at which there is neither a sharded checkpoint nor a file."""
-    return ValueError(
-        f"The path {str(path)!r} does not point to a valid checkpoint: it is neither a folder of a sharded checkpoint"
-        " nor a file with a full one."
-    )
+def place_for_fabric(strategy: Any, path: Path, storage_options: Any, filters: Filters | None, is_full: bool) -> Place:
+    """Returns the place of a checkpoint that Fabric is about to save, which is the same on all ranks.
 
-
-def refuse_folder(place: Place) -> None:
-    """Raises if a folder that is no checkpoint keeps a full state from being saved as a file.
+    Args:
+        strategy: Fabric's strategy.
+        path: A local path or a URL; that of rank zero counts.
+        storage_options: Options for the file system of a URL.
+        filters: By key, a predicate on the names and values to save.
+        is_full: Whether the checkpoint is one file.
 
     Raises:
-        IsADirectoryError: There is one.
+        NotImplementedError: There are filters for a sharded checkpoint.
     """
-    if checkpoints.is_folder_in_the_way(place):
-        raise IsADirectoryError(f"The checkpoint path exists and is a directory: {place}")
+    if filters is not None and not is_full:
+        name = type(strategy).__name__
+        raise NotImplementedError(f"{name} cannot load a sharded checkpoint that was filtered: save without `filter`.")
+    return locate_checkpoint(strategy.broadcast(path), storage_options)
 
 
 def save_of_trainer(
     strategy: Any,
     checkpoint: dict[str, Any],
-    path: str | os.PathLike[str],
+    path: Path,
     storage_options: Any,
-    save_full: Callable[..., None],
+    save_file: Callable[..., None],
     model: str | None,
 ) -> None:
     """Saves a checkpoint of the Trainer; a collective call.
@@ -137,17 +148,17 @@ def save_of_trainer(
     Args:
         strategy: The Trainer's strategy.
         checkpoint: The checkpoint, of which model and optimizers are taken out if they are saved in shards.
-        path: Where to.
-        storage_options: As for :func:`~lightning.fabric.storage.strategies.checkpoints.locate_checkpoint`.
-        save_full: Saves a full checkpoint on rank zero; the method that the strategy inherits.
+        path: A local path or a URL; that of rank zero counts.
+        storage_options: Options for the file system of a URL.
+        save_file: Saves a full checkpoint on rank zero; the method that the strategy inherits.
         model: The key of the model in a sharded checkpoint; None saves a full one.
     """
-    place = checkpoints.locate_checkpoint(strategy.broadcast(path), storage_options)
+    place = locate_checkpoint(strategy.broadcast(path), storage_options)
     if model is not None:
         optimizers = enumerate(checkpoint.pop("optimizer_states", []))
         state = {model: checkpoint.pop("state_dict"), **{f"optimizer_{number}": each for number, each in optimizers}}
-        checkpoints.save_sharded(state, checkpoint, place, strategy.checkpoint_io)
+        save_sharded(state, checkpoint, place, strategy.checkpoint_io)
         return
     refuse_folder(place)
-    with checkpoints.saving_full(place, strategy.checkpoint_io, checkpoint):
-        save_full(checkpoint=checkpoint, filepath=place.raw, storage_options=storage_options)
+    with saving_full(place, strategy.checkpoint_io, checkpoint):
+        save_file(checkpoint=checkpoint, filepath=place.raw, storage_options=storage_options)

@@ -20,7 +20,7 @@ from lightning.fabric.storage.paths.layout import METADATA, STOCK_META
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.sharded.checksums import Record, records_of
 from lightning.fabric.storage.sharded.metadata_check import contradictions
-from lightning.fabric.storage.strategies.checkpoints import find_checkpoint
+from lightning.fabric.storage.strategies.checkpoint_place import find_checkpoint
 from lightning.fabric.storage.tools.discover import why_incomplete
 from lightning.fabric.storage.transport.errors import questions_named
 from lightning.fabric.storage.transport.open import open_source
