@@ -12,7 +12,7 @@ from typing import IO, NamedTuple
 
 import torch
 
-from lightning.fabric.storage.archives.pickle_check import check_pickle
+from lightning.fabric.storage.archives.pickle_check import check_pickle, names_of_records, tensor_in
 from lightning.fabric.storage.transport.ranged_file import RangedFile
 
 _PIECE = 2**20
@@ -99,8 +99,8 @@ class Zipped:
                 pickled = self._check_record(record, stop)
                 if pickled is not None:
                     sizes = {other.short_name: other.size for other in records}
-                    contents = check_pickle(pickled, sizes)
-                    names, self.tensor = contents.names(), contents.tensor()
+                    loaded = check_pickle(pickled, sizes)
+                    names, self.tensor = names_of_records(loaded), tensor_in(loaded)
             except BrokenArchive as error:
                 wrong.append(Wrong(record.start, stop, record.name, f"are damaged: {error}"))
             except Exception as error:  # damaged pickles raise anything

@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import re
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -190,7 +191,7 @@ def load_without_tensors(place: Place, weights_only: bool | None = None) -> With
             order = _byte_order(file)
         except (zipfile.BadZipFile, KeyError):
             return None
-        tensors = {number: span for name, span in records if (number := _tensor_number(name)) is not None}
+        tensors = _tensors(records)
         if order != sys.byteorder or not tensors:
             return None
         if isinstance(file, RangedFile) and size > _SMALL_FILE:
@@ -294,7 +295,7 @@ def _expect_records(file: RangedFile, weights_only: bool | None = None) -> None:
         return
     if small:
         return
-    tensors = {number: span for name, span in records if (number := _tensor_number(name)) is not None}
+    tensors = _tensors(records)
     if not tensors:
         return
     first, last = min(start for start, _ in tensors.values()), max(stop for _, stop in tensors.values())
@@ -312,9 +313,9 @@ def _records(file: IO[bytes] | RangedFile) -> list[tuple[str, tuple[int, int]]]:
     return [(info.filename, (info.header_offset, end)) for info, end in zip(infos, ends, strict=True)]
 
 
-def _tensor_number(name: str) -> int | None:
-    folder, _, number = name.rpartition("/")
-    return int(number) if folder.endswith("/data") and number.isdigit() else None
+def _tensors(records: list[tuple[str, tuple[int, int]]]) -> dict[int, tuple[int, int]]:
+    """Returns the spans of tensors by their numbers."""
+    return {int(found[1]): span for name, span in records if (found := re.search("/data/([0-9]+)$", name))}
 
 
 @contextmanager

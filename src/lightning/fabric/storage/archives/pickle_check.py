@@ -28,29 +28,8 @@ _NAME = 500
 _DTYPES: dict[str, torch.dtype] = torch.storage._storage_type_to_dtype_map()
 
 
-class Contents:
-    """The tensors of a pickle.
-
-    Args:
-        loaded: The object in the pickle, with stand-ins for what its code would make.
-    """
-
-    def __init__(self, loaded: Any) -> None:
-        self._loaded = loaded
-
-    def names(self) -> dict[str, str]:
-        """Returns the names of tensors by that of the record with their data, as far as they are known."""
-        return {f"data/{key}": name for key, name in reversed([*_names_of_storages(self._loaded)])}  # the first stays
-
-    def tensor(self) -> tuple[torch.dtype, tuple[int, ...]] | None:
-        """Returns the type and the shape, if the pickle is of one tensor and nothing else."""
-        if isinstance(self._loaded, _Inert) and self._loaded.dtype is not None:
-            return self._loaded.dtype, tuple(self._loaded.parts[2])
-        return None
-
-
-def check_pickle(data: bytes, sizes: Mapping[str, int]) -> Contents:
-    """Checks the pickle of an archive.
+def check_pickle(data: bytes, sizes: Mapping[str, int]) -> Any:
+    """Checks the pickle of an archive, and returns its object, with stand-ins for what its code would make.
 
     Args:
         data: The pickle.
@@ -63,7 +42,17 @@ def check_pickle(data: bytes, sizes: Mapping[str, int]) -> Contents:
     loaded = unpickler.load()
     if unpickler.rest():
         raise pickle.UnpicklingError("there are bytes after its end")
-    return Contents(loaded)
+    return loaded
+
+
+def tensor_in(loaded: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    """Returns the type and the shape, if an object of :func:`check_pickle` is one tensor and nothing else."""
+    return (loaded.dtype, tuple(loaded.parts[2])) if isinstance(loaded, _Inert) and loaded.dtype else None
+
+
+def names_of_records(loaded: Any) -> dict[str, str]:
+    """Returns the names of tensors in an object of :func:`check_pickle`, by the records with their data."""
+    return {f"data/{key}": name for key, name in reversed([*_names_of_storages(loaded)])}  # the first stays
 
 
 def _names_of_storages(loaded: Any) -> Iterator[tuple[str, str]]:

@@ -22,6 +22,11 @@ def memory_of(tensor: Tensor) -> Hashable:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Returns a view of all bytes of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 def host_pieces(tensor: Tensor) -> Iterator[memoryview]:
     """Yields a tensor's bytes in host memory. Those of an accelerator come in new memory, of which none is kept.
 

@@ -6,8 +6,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Literal
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
 
 from lightning.fabric.storage import save_report
 from lightning.fabric.storage.paths.place import Place
@@ -21,7 +21,17 @@ OnError = Literal["raise", "warn"]
 #: The queues of this process in which something is in flight, or has ended and is not settled. The plugin that made one
 #: may be gone by then.
 busy: "set[Queue]" = set()
-_of_thread = threading.local()
+
+
+class _OfThread(threading.local):
+    """Settings of a thread for what it submits, and the lists that collect that."""
+
+    lists: tuple[list["Save"], ...] = ()
+    removes_unconditionally = False
+    may_skip = True
+
+
+_of_thread = _OfThread()
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     # the parent goes on with what is in flight: a child that waited for it, such as a data loader's, would never end
@@ -89,7 +99,7 @@ class _FollowUp:
         self.verb = verb
         self.leaves_something = leaves_something
         self.error: BaseException | None = None
-        self.is_conditional = not getattr(_of_thread, "removes_unconditionally", False)
+        self.is_conditional = not _of_thread.removes_unconditionally
 
 
 #: A job, the function that does it, and one that is called afterwards, or when the job is given up before it has begun.
@@ -308,43 +318,38 @@ class Queue:
 
 
 def _submitted(save: Save) -> None:
-    for saves in getattr(_of_thread, "lists", []):
+    for saves in _of_thread.lists:
         saves.append(save)
+
+
+@contextmanager
+def _thread_with(name: str, value: Any) -> Iterator[None]:
+    before = getattr(_of_thread, name)
+    setattr(_of_thread, name, value)
+    try:
+        yield
+    finally:
+        setattr(_of_thread, name, before)
 
 
 @contextmanager
 def watching() -> Iterator[list[Save]]:
     """Yields a list of the saves that this thread submits in the body."""
-    lists = _of_thread.lists = getattr(_of_thread, "lists", [])
     saves: list[Save] = []
-    lists.append(saves)
-    try:
+    with _thread_with("lists", (*_of_thread.lists, saves)):
         yield saves
-    finally:
-        lists.pop()
 
 
-@contextmanager
-def unconditionally() -> Iterator[None]:
+def unconditionally() -> AbstractContextManager[None]:
     """Makes removals that the body submits independent of the saves before them."""
-    _of_thread.removes_unconditionally = True
-    try:
-        yield
-    finally:
-        _of_thread.removes_unconditionally = False
+    return _thread_with("removes_unconditionally", True)
 
 
-@contextmanager
-def without_skipping() -> Iterator[None]:
+def without_skipping() -> AbstractContextManager[None]:
     """Makes saves of the body wait for room, also where the user has early ones skipped."""
-    before = may_skip()
-    _of_thread.may_skip = False
-    try:
-        yield
-    finally:
-        _of_thread.may_skip = before
+    return _thread_with("may_skip", False)
 
 
 def may_skip() -> bool:
     """Returns whether a save of this thread may be skipped."""
-    return getattr(_of_thread, "may_skip", True)
+    return _of_thread.may_skip

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.storage import UntypedStorage
 
-from lightning.fabric.storage.archives.tensor_bytes import is_plain, memory_of, rows_of
+from lightning.fabric.storage.archives.tensor_bytes import bytes_of, is_plain, memory_of, rows_of
 from lightning.fabric.storage.background.host_memory import ALIGNMENT, HostMemory
 from lightning.fabric.storage.background.state_pickler import Pickled
 from lightning.fabric.storage.gc_pause import collection_paused
@@ -90,7 +90,7 @@ class Staging:
 
     def _stage(self, staged: "Staged", slot: "_Slot", tensors: Sequence[Tensor], obj: Any) -> None:
         staged._pickled = Pickled(obj)
-        sources = [_bytes_of(storage) for storage in staged._pickled.take_storages()]
+        sources = [bytes_of(storage) for storage in staged._pickled.take_storages()]
         storages = len(sources)
         places: dict[Hashable, int] = {}
         items: list[int | Tensor] = []
@@ -233,7 +233,3 @@ class _Slot:
         if device is not None:
             self._memory.pin(device)
         return self._memory
-
-
-def _bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -243,7 +243,12 @@ def _join(rows: _Rows, written: _Numbers) -> GlobalPlan:
     bounds = np.searchsorted(rows.name[by_name], np.arange(len(rows.names) + 1)).tolist()
     described: dict[str, Any] = {}
     parts: list[_Part] = []
-    shared = _Shared()
+    made: dict[tuple[tuple[int, ...], bytes], Made] = {}
+
+    def once(make: Callable[[_Numbers], Made], column: _Numbers) -> Made:
+        key = column.shape, column.tobytes()  # most tensors are cut alike
+        return made.get(key) or made.setdefault(key, make(column))
+
     for start, stop in pairwise(bounds):
         of_name = by_name[start:stop]
         item = rows.item(int(of_name[0]))
@@ -257,31 +262,12 @@ def _join(rows: _Rows, written: _Numbers) -> GlobalPlan:
             offsets, sizes = rows.offsets[of_name, :dims], rows.sizes[of_name, :dims]
             if wrong := _wrong_with(item.size, offsets, sizes):
                 raise ValueError(f"The ranks do not have {item.name!r} of shape {tuple(item.size)} in parts: {wrong}")
-            places = shared.sizes(offsets)
+            places = once(made_sizes, offsets)
             keys = Made(map, MetadataIndex, Made(repeat, item.name), places, range(stop - start))
-            chunks: Any = Made(list, Made(map, ChunkStorageMetadata, places, shared.sizes(sizes)))
+            chunks: Any = Made(list, Made(map, ChunkStorageMetadata, places, once(made_sizes, sizes)))
             described[item.name] = TensorStorageMetadata(cast(TensorProperties, item.properties), item.size, chunks)
-        parts.append(_Part(slice(start, stop), keys, shared.numbers(rows.rank[of_name])))
+        parts.append(_Part(slice(start, stop), keys, once(made_numbers, rows.rank[of_name])))
     return GlobalPlan(described, rows.planner_data, order, parts)
-
-
-class _Shared:
-    """Makes one object for equal columns, for most tensors are cut alike."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[tuple[int, ...], bytes], Made] = {}
-
-    def sizes(self, rows: _Numbers) -> Made:
-        return self._once(rows, made_sizes)
-
-    def numbers(self, numbers: _Numbers) -> Made:
-        return self._once(numbers, made_numbers)
-
-    def _once(self, values: _Numbers, make: Callable[[_Numbers], Made]) -> Made:
-        key = values.shape, values.tobytes()
-        if key not in self._made:
-            self._made[key] = make(values)
-        return self._made[key]
 
 
 def _wrong_with(whole: torch.Size, offsets: _Numbers, sizes: _Numbers) -> str:

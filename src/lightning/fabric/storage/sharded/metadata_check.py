@@ -1,4 +1,4 @@
-"""Sees whether what ``.metadata`` say can be, before anything is read or memory is taken because of it."""
+"""Checks whether ``.metadata`` can be true, before anything is read or memory is allocated because of it."""
 
 import math
 import re
@@ -22,19 +22,19 @@ from torch.distributed.checkpoint.metadata import (
 
 NoneType = type(None)
 
-#: Of a part of a name: no characters with a meaning to a store, a shell or a terminal.
+#: A part of a name, without characters that have a meaning to a store, a shell or a terminal.
 _NAME = re.compile(r"[^\0-\x1f\x7f/\\:?#%]+")
-#: How deep dictionaries may be in each other, and how long all lists together.
+#: The most dictionaries in each other, and the most items of all lists together.
 _DEPTH = 500
 _LISTED = 2**20
 _NO_PLACE = "a part of a tensor has no place in it"
 
 
 def check_metadata(metadata: Metadata) -> None:
-    """Looks at the types and the bounds of all that is made use of.
+    """Checks the types and the bounds of everything that is used.
 
     Raises:
-        ValueError: Something cannot be; the text says what.
+        ValueError: The metadata cannot be true; the text says why.
         AttributeError: Something is missing.
     """
     _check_tensors(metadata.state_dict_metadata)
@@ -49,7 +49,7 @@ def check_metadata(metadata: Metadata) -> None:
 
 
 def contradictions(metadata: Metadata) -> Iterator[str]:
-    """What is wrong with the metadata of a whole checkpoint, each as the end of a sentence that begins with them."""
+    """Yields contradictions in the metadata of a checkpoint, each the end of a sentence that begins with them."""
     places = metadata.storage_data
     for name, described in metadata.state_dict_metadata.items():
         if not isinstance(described, TensorStorageMetadata):
@@ -87,10 +87,10 @@ def _contradictory_names(metadata: Metadata) -> Iterator[str]:
 
 
 def check_name(name: Any) -> None:
-    """Sees that a name is that of a file in the checkpoint's folder, or below it.
+    """Checks that a name is that of a file in the checkpoint's folder, or below it.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The name leads elsewhere.
     """
     parts = name.split("/") if type(name) is str else [""]
     if not all(_NAME.fullmatch(part) and part not in (".", "..") for part in parts):
@@ -103,7 +103,7 @@ def _expect(is_so: bool, what: str) -> None:
 
 
 def _types(values: Iterable[Any], attribute: str | None = None) -> set[type]:
-    """The types of many values, or of an attribute of theirs. The loops are C's, for there may be a million."""
+    """Returns the types of many values, or of an attribute of theirs. Loops are in C, for there may be a million."""
     return set(map(type, values if attribute is None else map(attrgetter(attribute), values)))
 
 
@@ -140,7 +140,7 @@ def _numbers(sizes: list[torch.Size]) -> NDArray[np.int64]:
 
 
 def _check_storage(storage: Any) -> set[Any]:
-    """Returns the names of files."""
+    """Checks the places of items, and returns the names of their files."""
     _expect(type(storage) is dict and _types(storage) <= {MetadataIndex}, "there is no dictionary of places")
     infos = storage.values()
     _expect(_types(infos) <= {filesystem._StorageInfo}, "there are places of another kind")
@@ -162,7 +162,7 @@ def _are_names(values: Any) -> bool:
 
 
 def _check_files(ours: Any) -> set[Any]:
-    """Returns the names of files. Their records are checked when they are looked at."""
+    """Checks the files, whose records are checked when they are read, and returns their names."""
     files, meta = ours["files"], ours["meta"]
     _expect(type(files) is dict and (meta is None or meta in files), "files are missing in it")
     for name, described in files.items():

@@ -1,6 +1,6 @@
-"""What makes a sharded checkpoint complete: its ``.metadata``, which is written last and in one piece.
+"""The file ``.metadata``, which commits a sharded checkpoint: it is written last and in one piece.
 
-It is torch's ``Metadata``, pickled, with one more attribute of built-in types, which torch itself passes over::
+It is torch's ``Metadata``, pickled, with one more attribute of built-in types, which torch itself ignores::
 
     lightning = {
         "format": 2,
@@ -8,9 +8,9 @@ It is torch's ``Metadata``, pickled, with one more attribute of built-in types, 
         "files": {name: FileRecords._asdict(), ...},
     }
 
-In format 1 the records of a file were a list of tuples of what :class:`Record` has.
+In format 1 the records of a file were a list of tuples with the fields of :class:`Record`.
 
-Behind the pickle comes its own checksum. What of a checkpoint is read is named there, so that an overwrite in place is
+The pickle is followed by its own checksum. All files that are read are named there, so that an overwrite in place is
 seen as a whole: weights, optimizer and loop state are of one save. ``meta.pt`` is for stock Lightning only.
 
 Folders that stock Lightning or torch saved have none of that. They are complete if they have ``.metadata``, the files
@@ -22,8 +22,10 @@ import pickle
 import re
 import secrets
 import time
+import types
 import zlib
 from collections.abc import Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,15 +39,14 @@ from lightning.fabric.storage.paths.remove import remove_file, remove_names
 from lightning.fabric.storage.sharded.checksums import FileRecords, records_of
 from lightning.fabric.storage.transport.errors import questions_named
 from lightning.fabric.storage.transport.open import open_source, open_writer
-from lightning.fabric.storage.transport.sink import Sink
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata  # not every build of PyTorch has it
 
 log = logging.getLogger(__name__)
 
-#: How long, in seconds, a shared file system may take to show one node what another one has written. NFS clients keep
-#: what they know of a folder for up to a minute.
+#: Seconds until a shared file system shows one node the files of another one. NFS clients cache a folder for up to a
+#: minute.
 LAG_S = 65.0
 _LOOK_S = 0.5
 
@@ -55,26 +56,26 @@ _TRAILER = re.compile(rb"\nlightning-crc32:([0-9a-f]{8})\Z")
 
 
 def new_save() -> str:
-    """Draws what the files of one save are called after."""
+    """Returns a random name for one save, which is a part of its files' names."""
     return secrets.token_hex(6)
 
 
 def meta_name(save: str) -> str:
-    """The file of a save that holds what is neither model nor optimizer."""
+    """Returns the name of the file with the objects that are neither model nor optimizer."""
     return f"__{save}_meta{SHARD_SUFFIX}"
 
 
 def shard_name(save: str, rank: int) -> str:
-    """The file of a save that holds what a rank has of model and optimizer."""
+    """Returns the name of the file with a rank's shard of model and optimizer."""
     return f"__{save}_{rank}_0{SHARD_SUFFIX}"
 
 
 def describe(metadata: "Metadata", meta: str | None, files: Mapping[str, FileRecords]) -> None:
-    """Adds to torch's metadata what this module's documentation says.
+    """Adds the attribute ``lightning`` to torch's metadata.
 
     Args:
-        metadata: Of a checkpoint that is about to be committed.
-        meta: From :func:`meta_name`, if there is such a file.
+        metadata: The metadata of a checkpoint that is about to be committed.
+        meta: The file of :func:`meta_name`, if there is one.
         files: All files, by name.
     """
     described = {name: file._asdict() for name, file in files.items()}
@@ -82,10 +83,10 @@ def describe(metadata: "Metadata", meta: str | None, files: Mapping[str, FileRec
 
 
 def await_files(folder: Place, files: Mapping[str, FileRecords]) -> None:
-    """Looks whether all that ranks have written is in the folder as this rank, which is going to commit, sees it.
+    """Waits until this rank, which is going to commit, sees the files of all ranks in the folder.
 
-    Ranks of several nodes may each have a folder of that name on a disk of their own. What a store that has no folders
-    has acknowledged is there for all.
+    Each node may have a folder of that name on a disk of its own. In a store without folders, a file that was
+    acknowledged is there for all.
 
     Raises:
         OSError: A file is not there, or has another size, also after :data:`LAG_S`.
@@ -114,53 +115,44 @@ def await_files(folder: Place, files: Mapping[str, FileRecords]) -> None:
 
 
 def write_metadata(place: Place, metadata: "Metadata") -> None:
-    """Makes what the metadata names the checkpoint at ``place``, at once."""
+    """Commits the checkpoint at ``place``: from now on it consists of the files that the metadata name."""
     with open_writer(place / METADATA) as file, collection_paused():
-        summed = _Summed(file)
-        pickle.Pickler(summed).dump(metadata)
-        file.write(b"\nlightning-crc32:%08x" % summed.crc)
+        crc = 0
 
+        def write(data: bytes) -> None:
+            nonlocal crc
+            crc = zlib.crc32(data, crc)
+            file.write(data)
 
-class _Summed:
-    """Passes on what is written, and knows its CRC.
-
-    A pickler writes some 64 KiB at a time, after which other threads can run. They cannot while it collects all that in
-    memory.
-    """
-
-    def __init__(self, file: Sink) -> None:
-        self.crc = 0
-        self._file = file
-
-    def write(self, data: bytes) -> None:
-        self.crc = zlib.crc32(data, self.crc)
-        self._file.write(data)
+        # other threads can run after each 64 KiB that the pickler writes, and not at all in pickle.dumps
+        pickle.Pickler(types.SimpleNamespace(write=write)).dump(metadata)
+        file.write(b"\nlightning-crc32:%08x" % crc)
 
 
 def read_metadata(place: Place) -> "tuple[Metadata, bytes]":
-    """Reads ``.metadata``, and looks whether the files that it names are there.
+    """Reads ``.metadata``, and checks that the files that it names are there.
 
     Returns:
-        The metadata, and the content of the file, which :func:`parse_metadata` takes.
+        The metadata, and the content of the file, an argument of :func:`parse_metadata`.
 
     Raises:
-        FileNotFoundError: There is no complete checkpoint. The message says what is missing.
+        FileNotFoundError: There is no complete checkpoint. The message names the missing files.
         OSError: The store did not answer, or ``.metadata`` is damaged.
     """
     content = None
     while True:
         before = content
         try:
-            content = _read(place / METADATA)
+            content = _content(place / METADATA)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise FileNotFoundError(_why_there_is_none(place)) from error
+            raise FileNotFoundError(_why_missing(place)) from error
         metadata = parse_metadata(content, place)
         try:
             _check_files(place, metadata)
         except FileNotFoundError:
             if content == before:
                 raise
-            # perhaps a save has replaced the checkpoint between the two questions
+            # a save may have replaced the checkpoint between the two requests
         else:
             return metadata, content
 
@@ -195,7 +187,7 @@ def _check_files(place: Place, metadata: "Metadata") -> None:
         )
 
 
-def _why_there_is_none(place: Place) -> str:
+def _why_missing(place: Place) -> str:
     if not is_begun(place):
         return f"There is no sharded checkpoint at {place}: {METADATA} is missing"
     return (
@@ -206,10 +198,10 @@ def _why_there_is_none(place: Place) -> str:
 
 
 def parse_metadata(content: bytes, place: Place) -> "Metadata":
-    """Returns what the content of ``.metadata`` says of the checkpoint at ``place``.
+    """Returns the metadata of the checkpoint at ``place`` from the content of ``.metadata``.
 
     Raises:
-        OSError: It is damaged, or of a newer release.
+        OSError: The content is damaged, or of a newer release.
         ImportError: This PyTorch was built without its distributed package.
     """
     try:
@@ -247,27 +239,28 @@ def parse_metadata(content: bytes, place: Place) -> "Metadata":
 
 
 def is_begun(place: Place) -> bool:
-    """Tells whether there is a part of a sharded checkpoint, be it complete or not."""
+    """Returns whether there is a part of a sharded checkpoint, be it complete or not."""
     return any(name in (METADATA, STOCK_META) or name.endswith(SHARD_SUFFIX) for name in place.sizes_of_files())
 
 
 def read_meta(place: Place, metadata: "Metadata") -> bytes | None:
-    """Reads what a checkpoint has beside model and optimizer, as ``torch.save`` wrote it, or None.
+    """Reads the file of ``torch.save`` with the objects beside model and optimizer, if the checkpoint has one.
 
     Raises:
-        OSError: It could not be read, or is damaged.
+        OSError: The file could not be read, or is damaged.
     """
     ours = getattr(metadata, "lightning", None)
     if ours is None:
-        return _read(place / STOCK_META)
+        return _content(place / STOCK_META)
     if ours["meta"] is None:
         return None
+    file = place / ours["meta"]
     try:
-        content = _read(place / ours["meta"])
+        content = _content(file)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{place / ours['meta']} is missing: the checkpoint is incomplete, or was replaced while"
-            " it was loaded. Load it again, or load another one"
+            f"{file} is missing: the checkpoint is incomplete, or was replaced while it was loaded. Load it again, or"
+            " load another one"
         ) from error
     try:
         records = records_of(ours["files"][ours["meta"]])
@@ -276,29 +269,24 @@ def read_meta(place: Place, metadata: "Metadata") -> bytes | None:
     for record in records:
         for start, end, before, crc in record.blocks():
             if zlib.crc32(memoryview(content)[start:end], before) != crc:
-                raise OSError(
-                    f"{place / ours['meta']} is damaged between bytes {start} and {end}: its checksum"
-                    " is wrong. Load another checkpoint."
-                )
+                wrong = f"{file} is damaged between bytes {start} and {end}: its checksum is wrong"
+                raise OSError(f"{wrong}. Load another checkpoint.")
     return content
 
 
-def _read(place: Place) -> bytes:
-    source = open_source(place)
-    try:
+def _content(place: Place) -> bytes:
+    with closing(open_source(place)) as source:
         content = np.empty(source.size, np.uint8)
         if source.size:
             source.read_into(0, content.data)
         return content.tobytes()
-    finally:
-        source.close()
 
 
 def write_stock_meta(place: Place, meta: Any) -> None:
     """Writes ``meta.pt``.
 
     Raises:
-        OSError: It could not be written. The checkpoint is complete all the same for this library's readers.
+        OSError: The file could not be written. For this library's readers the checkpoint is complete all the same.
     """
     try:
         save_file(meta, place / STOCK_META)
@@ -310,9 +298,9 @@ def write_stock_meta(place: Place, meta: Any) -> None:
 
 
 def clean_up(place: Place, metadata: "Metadata") -> None:
-    """Removes what earlier saves have left: the shards of the one replaced, and of those that did not end.
+    """Removes the shards of the save that was replaced, and of those that did not end.
 
-    The save is complete, so that a failure here is no failure of it.
+    The checkpoint is complete, so that a failure is only logged.
     """
     try:
         ours = metadata.lightning  # type: ignore[attr-defined]

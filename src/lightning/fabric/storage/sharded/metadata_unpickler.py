@@ -37,10 +37,8 @@ _OPCODES = re.compile(
 #: Opcodes with a count of the bytes that follow, and the bytes of that count.
 _COUNTED = dict(zip(b"\x8cX\x8dCB\x8e\x96\x8a\x8b", (1, 4, 8, 1, 4, 8, 8, 1, 4), strict=True))
 _STOP = b"."
-#: Bytes of the stack for each tuple in a tuple, which are hashed in a recursion that only the stack limits; and the
-#: number of them for which any stack is large enough.
+#: Bytes of the stack for each tuple in a tuple, which are hashed in a recursion that only the stack limits.
 _STACK = 256
-_SHALLOW = 2000
 #: The objects that columns of numbers of :mod:`~lightning.fabric.storage.sharded.packing` may become, for each byte of
 #: the file and beside that. A part of a tensor has three bytes at least, and becomes ten objects at most.
 _OBJECTS_PER_BYTE = 8
@@ -58,9 +56,13 @@ def unpickle(content: bytes) -> Any:
     """
     _check_opcodes(content)
     levels = min(content.count(b"("), content.count(b"t")) + sum(map(content.count, (b"\x85", b"\x86", b"\x87")))
-    if levels < _SHALLOW:
-        return _unpickle(content)
-    return _with_stack(2**20 + levels * _STACK, partial(_unpickle, content))
+    # memory of the stack is taken as far as it is used
+    before = threading.stack_size(2**20 + -(-levels * _STACK // 2**16) * 2**16)
+    try:
+        unpickled = in_thread("checkpoint-unpickle", _unpickle, content)
+    finally:
+        threading.stack_size(before)
+    return unpickled.result()
 
 
 def _unpickle(content: bytes) -> Any:
@@ -81,16 +83,6 @@ def _check_opcodes(content: bytes) -> None:
             raise pickle.UnpicklingError(f"there is an opcode {content[at]:#04x} at byte {at}")
     if at != end or not content.endswith(_STOP):
         raise pickle.UnpicklingError("it is cut off")
-
-
-def _with_stack(nbytes: int, function: Callable[[], Any]) -> Any:
-    """Calls a function in a thread with a stack of that size, which takes memory as far as it is used."""
-    before = threading.stack_size(-(-nbytes // 2**16) * 2**16)
-    try:
-        outcome = in_thread("checkpoint-unpickle", function)
-    finally:
-        threading.stack_size(before)
-    return outcome.result()
 
 
 class _Sealed(type):

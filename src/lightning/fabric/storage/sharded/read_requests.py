@@ -133,11 +133,21 @@ class ReadRequests:
             file = io.BytesIO(bytes(length))
             cuts = _cuts(offset, offset + length, [start for start, *_ in checks])
             views = [file.getbuffer()[start - offset : stop - offset] for start, stop in cuts]
-            left = _Left(length, partial(self._deliver, place, items, file))
+            left = length
+
+            def placed(view: memoryview, _: Tensor | None) -> int:
+                nonlocal left
+                left -= len(view)
+                view.release()
+                if left:
+                    return 0
+                self._deliver(place, items, file)
+                return length
+
             for (start, stop), view in zip(cuts, views, strict=True):
                 those = [check for check in checks if start <= check[0] < stop]
                 cost = length if start == offset else 0
-                yield ReadRequest(start, stop, name, partial(left.done, view, length), those, view, cost)
+                yield ReadRequest(start, stop, name, partial(placed, view), those, view, cost)
 
     def _deliver(self, place: RecordPlace, items: list[ReadItem], file: io.BytesIO) -> None:
         """Hands the bytes of a record to the planner, or the tensor in it."""
@@ -171,22 +181,6 @@ def _shape_of_chunk(chunks: list[ChunkStorageMetadata], index: MetadataIndex) ->
         if chunk.offsets == offset:
             return torch.Size(chunk.sizes)
     raise Damaged(f"the metadata have no chunk at {list(offset)} of {index.fqn!r}")
-
-
-@dataclass
-class _Left:
-    """The number of bytes that are still to be read, and a function that is called when all have been."""
-
-    count: int
-    complete: Callable[[], None]
-
-    def done(self, view: memoryview, cost: int, _: Tensor | None) -> int:
-        self.count -= len(view)
-        view.release()
-        if self.count:
-            return 0
-        self.complete()
-        return cost
 
 
 def _cuts(start: int, stop: int, blocks: list[int]) -> list[tuple[int, int]]:
@@ -241,7 +235,7 @@ class _TensorLoad:
         blocks = self.record.blocks()
         self._blocks = blocks[1 : 1 + -(-self.record.nbytes // BLOCK)]  # after the head
 
-    def needs(self) -> Iterator[ReadRequest]:
+    def requests(self) -> Iterator[ReadRequest]:
         memory = _memory_of(self.shaped) if self.shaped.dtype == self.dtype else None
         for box in self.part.boxes(unlimited=memory is not None):
             count = self.part.itemsize * math.prod(box.lengths)
