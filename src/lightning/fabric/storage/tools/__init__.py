@@ -1,4 +1,4 @@
-"""Whole checkpoints, for commands and callbacks: verify, consolidate, copy, find and look after them.
+"""Whole checkpoints, for commands and callbacks: verify, consolidate, copy and find them.
 
 It may use everything else here.
 """

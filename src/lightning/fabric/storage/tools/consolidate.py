@@ -1,7 +1,7 @@
 """Makes one file for ``torch.load`` of a sharded checkpoint, in host memory that does not grow with it.
 
-What is no tensor is loaded first, and pickled with stubs in the place of the tensors. Then the tensors are read in
-pieces, in the order in which they are written. While one batch of pieces is written, the next is read.
+Objects other than tensors are loaded first, and pickled with stubs in the place of the tensors. Then the tensors are
+read in pieces, in the order in which they are written. While one batch of pieces is written, the next is read.
 """
 
 import io
@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from lightning.fabric.storage.archives.archive_writer import Archive, TensorStub
 from lightning.fabric.storage.archives.load import load_bytes
+from lightning.fabric.storage.archives.tensor_bytes import bytes_of
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.save_report import timed
 from lightning.fabric.storage.sharded import metadata_file
@@ -44,29 +45,29 @@ log = logging.getLogger(__name__)
 
 #: Bytes of tensors that are read at a time. Two such batches are in memory, unless one tensor is larger.
 _BATCH = 64 * 2**20
-#: Of each tensor in the memory of a batch.
+#: Tensors start at multiples of so many bytes in the memory of a batch.
 _ALIGNMENT = 64
-#: What an archive has beside each tensor's bytes, about.
+#: Bytes of an archive for each tensor, beside the tensor's own, about.
 _EXTRA = 256
-#: What every checkpoint of the Trainer has beside model and optimizer.
+#: A key of every checkpoint of the Trainer, beside model and optimizer.
 _OF_TRAINER = "pytorch-lightning_version"
 
 
 def consolidate(folder: Place, output: Place) -> None:
     """Writes a sharded checkpoint as one file, whole or not at all.
 
-    The file holds what stock Lightning makes of the same checkpoint: the nested dictionaries that were saved, with
-    every tensor whole, and beside them what ``meta.pt`` holds; and the empty state of optimizers without one. That of
-    a checkpoint of the Trainer has the names of :func:`as_one_of_trainer`.
+    The file holds the same as stock Lightning's: the nested dictionaries that were saved, with every tensor whole, and
+    beside them the content of ``meta.pt``; and an empty state for optimizers without one. A checkpoint of the Trainer
+    has the names of :func:`as_one_of_trainer`.
 
     Args:
-        folder: The checkpoint's.
-        output: The file's place.
+        folder: The checkpoint's folder.
+        output: The place of the file.
 
     Raises:
         FileNotFoundError: There is no complete checkpoint.
         OSError: The checkpoint could not be read or is damaged, or the file could not be written.
-        RuntimeError: The checkpoint has something beside tensors that cannot be loaded, or is not safe to load.
+        RuntimeError: The checkpoint has an object that cannot be loaded, or is not safe to load.
     """
     metadata, _ = metadata_file.read_metadata(folder)
     for wrong in contradictions(metadata):
@@ -74,7 +75,7 @@ def consolidate(folder: Place, output: Place) -> None:
     names: dict[TensorStub, str] = {}
     checkpoint = _without_tensors(folder, metadata, names)
     meta = _meta(folder, metadata)
-    if _OF_TRAINER in meta:  # which may have names of the user's that are those of the shards
+    if _OF_TRAINER in meta:  # first: the user may have given names in ``meta`` that the shards have as well
         checkpoint = as_one_of_trainer(checkpoint)
     checkpoint.update(meta)
     log.info(f"Consolidating {folder}, a checkpoint of {'the Trainer' if _OF_TRAINER in meta else 'Fabric'}")
@@ -86,10 +87,10 @@ def consolidate(folder: Place, output: Place) -> None:
 
 
 def as_one_of_trainer(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Names what the Trainer's shards hold as its checkpoints of one file do: FSDP and ModelParallel name it otherwise.
+    """Renames model and optimizers, which FSDP and ModelParallel name otherwise, as in the Trainer's files.
 
     Args:
-        checkpoint: What was in the shards.
+        checkpoint: The content of the shards.
     """
     found = {int(match[1]): name for name in checkpoint if (match := re.fullmatch("optimizer_([0-9]+)", name))}
     result = {"state_dict" if name == "model" else name: value for name, value in checkpoint.items()}
@@ -108,7 +109,7 @@ def _write(checkpoint: dict[str, Any], tensors: "_Tensors", file: Sink) -> None:
         file.write(archive.tensor_starts())
         crc = written = 0
         while written < size:
-            piece = next(pieces) if isinstance(content, TensorStub) else _whole(content)
+            piece = next(pieces) if isinstance(content, TensorStub) else bytes_of(content)
             data = piece.reshape(-1).view(torch.uint8).numpy().data
             crc = zlib.crc32(data, crc)
             file.write(data)
@@ -117,13 +118,9 @@ def _write(checkpoint: dict[str, Any], tensors: "_Tensors", file: Sink) -> None:
     file.write(archive.end())
 
 
-def _whole(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-
-
 def _without_tensors(folder: Place, metadata: Metadata, names: dict[TensorStub, str]) -> dict[str, Any]:
-    """What the shards hold, nested as it was, with stubs for tensors, whose names are put into ``names``."""
-    planner, plan, nothing = _Planner(), LoadPlan([]), torch.Size((0,))
+    """Returns the content of the shards, nested as it was. Tensors are stubs, whose names are put into ``names``."""
+    planner, plan, nothing = _LoadPlanner(), LoadPlan([]), torch.Size((0,))
     for name, described in metadata.state_dict_metadata.items():
         if not isinstance(described, TensorStorageMetadata):
             index = MetadataIndex(name)
@@ -136,27 +133,25 @@ def _without_tensors(folder: Place, metadata: Metadata, names: dict[TensorStub, 
     for name, described in metadata.state_dict_metadata.items():
         if isinstance(described, TensorStorageMetadata):
             stub = TensorStub(described.properties.dtype, tuple(described.size))
-            value: Any = stubs.setdefault(
-                (places.get(name), stub.dtype, stub.shape), stub
-            )  # one for those that are tied
+            value: Any = stubs.setdefault((places.get(name), stub.dtype, stub.shape), stub)  # one for tied tensors
             names[value] = name
         else:
             value = planner.objects[name]
         try:
             set_element(nested, paths.get(name, (name,)), value)
-        except (TypeError, AttributeError, IndexError) as error:  # something else is on the way to it
+        except (TypeError, AttributeError, IndexError) as error:  # another object is in its path
             raise OSError(f"{folder} is damaged: there is no place for {name!r}") from error
     return {name: _with_state(value) for name, value in nested.items()}
 
 
 def _with_state(value: Any) -> Any:
-    """An optimizer that has no state yet, or never has any, is loaded with an empty one only; shards have none."""
+    """Adds an empty state to an optimizer without one: shards have none then, and torch loads none without."""
     is_without = isinstance(value, dict) and "param_groups" in value and "state" not in value
     return {"state": {}, **value} if is_without else value
 
 
 def _places(metadata: Metadata) -> dict[str, frozenset[Any]]:
-    """Where the parts of each tensor or object are, by name."""
+    """Returns the places of the parts of each tensor or object, by name."""
     places: dict[str, set[Any]] = defaultdict(set)
     for index, info in metadata.storage_data.items():
         places[index.fqn].add((index.offset, info.relative_path, info.offset))
@@ -180,7 +175,7 @@ def _load(content: io.BytesIO, what: str) -> Any:
         raise RuntimeError(f"{what} cannot be loaded here:{advice} {type(error).__name__}: {error}") from error
 
 
-class _Planner(DefaultLoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
     """Gives :func:`read_plan` the memory for pieces of tensors, and keeps the other objects."""
 
     def __init__(self) -> None:
@@ -211,7 +206,7 @@ class _Piece(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Bytes that it takes in the memory of its batch."""
+        """Returns the bytes that it takes in the memory of its batch."""
         return self.nbytes + -self.nbytes % _ALIGNMENT
 
 
@@ -219,26 +214,26 @@ class _Tensors:
     """Reads a checkpoint's tensors.
 
     Args:
-        folder: The checkpoint's.
-        metadata: Of the checkpoint.
-        names: What the tensors are called in the checkpoint.
+        folder: The checkpoint's folder.
+        metadata: The checkpoint's metadata.
+        names: The names of the tensors in the checkpoint.
     """
 
     def __init__(self, folder: Place, metadata: Metadata, names: dict[TensorStub, str]) -> None:
         self._folder = folder
         self._metadata = metadata
         self._names = names
-        # of a record without checksums the reader reads all, whatever part of it is asked for
+        # the reader reads all of a record without checksums, for any part of it
         self._rows_alone = getattr(metadata, "lightning", None) is not None
-        # used again and again, for an allocator may keep for itself what it is given back
+        # used again and again, for an allocator may not give freed memory back to the system
         self._memory = [torch.empty(_BATCH, dtype=torch.uint8, device="cpu") for _ in range(2)]
 
     def read(self, stubs: list[TensorStub]) -> Iterator[Tensor]:
-        """The tensors' values, in pieces of which each follows on the one before it; nothing of an empty tensor.
+        """Yields the tensors' values in pieces, in their order; none of an empty tensor.
 
-        A piece is valid until the next one is asked for.
+        A piece is valid until the next one is taken.
         """
-        batches = _batches(piece for stub in stubs for piece in self._pieces(self._names[stub]))
+        batches = _filled_batches(piece for stub in stubs for piece in self._pieces(self._names[stub]))
         current = self._begin(next(batches, None))
         while current is not None:
             wait([current])  # in which the waiting thread can be interrupted
@@ -269,7 +264,7 @@ class _Tensors:
         return in_thread("checkpoint-consolidate", self._read_batch, batch, memory)
 
     def _read_batch(self, batch: list[_Piece], memory: Tensor) -> list[Tensor]:
-        planner, plan, tensors = _Planner(), LoadPlan([]), []
+        planner, plan, tensors = _LoadPlanner(), LoadPlan([]), []
         at = 0
         for piece in batch:
             name, described, chunk = piece
@@ -283,7 +278,7 @@ class _Tensors:
         return tensors
 
 
-def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+def _filled_batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
     batch: list[_Piece] = []
     size = 0
     for piece in pieces:

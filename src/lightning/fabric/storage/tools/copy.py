@@ -1,4 +1,4 @@
-"""A checkpoint under a second name."""
+"""Copies checkpoints to a second name."""
 
 import os
 import secrets
@@ -19,12 +19,12 @@ _FILES_AT_A_TIME = 4
 def duplicate(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Makes what is at ``target`` a copy of the checkpoint at ``source``, a file or a folder of shards.
 
-    What was at ``target`` stays until the copy is whole: files of shards have names of their own, and ``.metadata``,
-    which is copied after them, makes them the checkpoint. Then what is left of the one before is removed.
+    The checkpoint at ``target`` stays until the copy is whole: files of shards have names of their own, and
+    ``.metadata``, which is copied after them, commits them. Then the files of the one before are removed.
 
     Raises:
         FileNotFoundError: There is no checkpoint at ``source``.
-        OSError: It could not be copied.
+        OSError: The checkpoint could not be copied.
     """
     place, copy = locate(source), locate(target)
     with timed("Copied", copy):
@@ -44,20 +44,22 @@ def _copy_folder(source: Place, target: Place) -> None:
     folder = target.beside(f".{secrets.token_hex(6)}.new") if in_the_way else target
     before = {} if in_the_way else target.sizes_of_files()
     shards = [name for name in names if name not in MARKS]
-    if not before.keys().isdisjoint(shards):  # not ours, which have other names each time: no checkpoint may mix them
+    if not before.keys().isdisjoint(
+        shards
+    ):  # of stock's, which have the same names each time: no checkpoint may mix them
         with questions_named(folder, "remove"):
             remove_names(folder, [name for name in MARKS if name in before])
     tried = 0
     try:
         _copy_files(source, folder, shards)
-        for mark in [mark for mark in MARKS if mark in names]:  # in this order: the first one makes it a checkpoint
+        for mark in [mark for mark in MARKS if mark in names]:  # in this order: the first one commits the checkpoint
             tried += 1
             copy_file(source / mark, folder / mark)
     except BaseException as error:
         if in_the_way:
             remove_folder(folder)
         elif tried == 0 or (tried == 1 and isinstance(error, PermissionError)):
-            # else .metadata may name them, be it only when a request ends that nobody waits for any more
+            # else .metadata may name them, also later, when a request ends that nobody waits for any more
             remove_names(folder, [name for name in folder.sizes_of_files() if name not in before and name in shards])
         raise
     if in_the_way:
@@ -73,9 +75,6 @@ def _copy_files(source: Place, folder: Place, names: list[str]) -> None:
     def copy(name: str) -> None:
         copy_file(source / name, folder / name)
 
-    if not folder.shares_names():  # its client may have one connection, which threads cannot share
-        for name in names:
-            copy(name)
-        return
     with ThreadPoolExecutor(_FILES_AT_A_TIME) as threads:
-        list(threads.map(copy, names))  # list() raises what a thread has raised
+        # the client of a store with folders may have one connection, which threads cannot share
+        list((threads.map if folder.shares_names() else map)(copy, names))  # list() raises the error of a thread

@@ -1,4 +1,4 @@
-"""Which checkpoints a run may go on from, where it is Lightning that chooses: none that is incomplete."""
+"""Finds complete checkpoints, from which Lightning chooses the one that a run goes on from."""
 
 import os
 import re
@@ -16,22 +16,22 @@ from lightning.fabric.storage.transport.open import open_reader
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.types import _PATH
 
-#: What only Lightning puts into a folder of shards.
+#: Names that only Lightning gives files in a folder of shards.
 _LIGHTNINGS = re.compile(r"meta\.pt|__[0-9a-f]{12}_.+\.distcp")
 _HPC_NAME = "hpc_ckpt_"
 _NUMBER = re.compile(r"([0-9]+)")
-#: Names that a save uses for a moment, and all that Lightning does not give a checkpoint.
+#: Temporary names of a save, and names that Lightning does not give a checkpoint.
 _SIDE_NAME = re.compile(r"\..*|.+\.[0-9a-f]{12}\.(?:old|new)")
 
 
 def why_incomplete(path: AnyPath) -> str | None:
-    """Says what is missing of the checkpoint at ``path``, or None if it is complete.
+    """Returns why the checkpoint at ``path`` is incomplete, or None if it is complete.
 
-    A folder that is no sharded checkpoint of FSDP or ModelParallel, but what another strategy or plugin saves, is not
-    looked into: it counts as complete. Of a file it is only seen whether it was cut off.
+    A folder that another strategy or plugin than FSDP and ModelParallel saves counts as complete. A file counts as
+    complete unless it was cut off.
 
     Raises:
-        OSError: The store did not answer the question.
+        OSError: The store did not answer.
     """
     place = locate(path)
     try:
@@ -61,7 +61,7 @@ def _why_truncated(place: Place) -> str | None:
 
 
 def names_in(folder: AnyPath) -> list[str]:
-    """The names of what is right inside a folder, files and folders; none if there is no folder.
+    """Returns the names of the files and folders right inside a folder; none if there is no folder.
 
     Raises:
         OSError: The store did not answer.
@@ -75,27 +75,27 @@ def names_in(folder: AnyPath) -> list[str]:
 
 
 def paths_in(folder: _PATH) -> list[str]:
-    """As :func:`names_in`, the whole paths: absolute ones, or URLs."""
+    """Returns the paths of :func:`names_in`: absolute ones, or URLs."""
     place = locate(folder)
-    if place.is_local:  # as texts, these are compared with others
+    if place.is_local:  # they are compared with others, as texts
         place = LocalPlace(os.path.abspath(place.raw))
     return [(place / name).raw for name in names_in(place)]
 
 
 def times_of_complete(candidates: Iterable[str], at_path: bool = True, warn: bool = True) -> dict[str, float]:
-    """When each of the candidates that are complete was saved. A warning says why another is not.
+    """Returns the times at which the complete candidates were saved.
 
-    Of a folder, the time of its own entry tells less: a save into it that has failed changes that as well.
+    For a folder that is the time of its commit: its own is changed by a failed save as well.
 
     Args:
-        candidates: Paths. Those that do not exist are passed over.
-        at_path: Whether that is where Lightning has saved them. Else what a plugin has saved there, or under a name
-            that goes on with a dot, counts as complete, whatever it is.
-        warn: Whether to warn.
+        candidates: Paths. Those that do not exist are left out.
+        at_path: Whether Lightning has saved them at these paths. Else anything that a plugin has saved there, or under
+            a name that goes on with a dot, counts as complete.
+        warn: Whether to warn of a candidate that is incomplete.
 
     Returns:
-        Seconds since the beginning of 1970, by path. Of those with the same time, the one that is first is newer by its
-        name: stores tell times in whole seconds.
+        Seconds since the beginning of 1970, by path. Of those with the same time, the first is newer by its name:
+        stores give times in whole seconds.
 
     Raises:
         OSError: A store did not answer.
@@ -115,7 +115,7 @@ def times_of_complete(candidates: Iterable[str], at_path: bool = True, warn: boo
 
 
 def is_there(path: str) -> bool:
-    """Whether there is anything at a path, or under a name that goes on with a dot: what a plugin may have saved.
+    """Returns whether there is anything at a path, or under a name that goes on with a dot, as a plugin may save it.
 
     Raises:
         OSError: The store did not answer.
@@ -129,7 +129,7 @@ def _with_more_names(path: str) -> list[str]:
 
 
 def without_more_names(paths: Iterable[str], extension: str) -> list[str]:
-    """The paths of checkpoints that a plugin has saved at these paths, or with a dot and more behind the extension."""
+    """Returns the paths without what a plugin may add to them, a dot and more behind the extension."""
     return [path.partition(f"{extension}.")[0] + extension if f"{extension}." in path else path for path in paths]
 
 
@@ -140,11 +140,11 @@ def _version(path: str) -> tuple[int, list[str | int]]:
 
 
 def newest_complete_version(folder: _PATH, at_path: bool = True) -> int | None:
-    """The largest N of the ``hpc_ckpt_N.ckpt`` in a folder that are complete. A warning says why a larger one is not.
+    """Returns the largest N of the complete ``hpc_ckpt_N.ckpt`` in a folder, and warns of incomplete ones above it.
 
     Args:
         folder: The folder.
-        at_path: As for :func:`times_of_complete`.
+        at_path: Whether Lightning has saved them at these paths, see :func:`times_of_complete`.
 
     Returns:
         None if there are none at all.
@@ -173,7 +173,7 @@ def newest_complete_version(folder: _PATH, at_path: bool = True) -> int | None:
 
 
 def largest_version(folder: _PATH, start: str) -> int | None:
-    """The largest N of what is called ``<start>N.ckpt`` in a folder, or so and a dot and more.
+    """Returns the largest N of the names ``<start>N.ckpt`` in a folder, to which a dot and more may be added.
 
     Raises:
         OSError: The store did not answer.
@@ -182,7 +182,7 @@ def largest_version(folder: _PATH, start: str) -> int | None:
 
 
 def _versions(names: Iterable[str], start: str) -> set[int]:
-    # without zeros in front, for the name is made from the number again
+    # without leading zeros, for the name is made from the number again
     found = (re.search(rf"{re.escape(start)}(0|[1-9][0-9]*)\.ckpt$", name) for name in names)
     return {int(match[1]) for match in found if match is not None}
 
@@ -195,14 +195,14 @@ def _is_complete(path: AnyPath, warn: bool = True) -> bool:
 
 
 def warn_of_skipped(path: AnyPath, why: str) -> None:
-    """Warns that a checkpoint is not gone on from, for it is not complete."""
+    """Warns that a checkpoint is skipped, since it is incomplete."""
     rank_zero_warn(f"Skipping the checkpoint {locate(path)!r}, which is not complete: {why}")
 
 
 def checkpoints_below(folder: Place) -> list[Place]:
-    """The checkpoints in a folder and in its folders: shards, whatever they are called, and all that is ``*.ckpt``.
+    """Returns the checkpoints in a folder and in its folders: folders of shards, and everything named ``*.ckpt``.
 
-    What several links lead to is there once, under its own name if that is in the folder too.
+    A checkpoint with several links is there once, under its own name if that is in the folder too.
 
     Raises:
         OSError: The store did not answer.

@@ -1,4 +1,4 @@
-"""A look at the folder of a run's checkpoints before its first step: a store that cannot be saved to says so then."""
+"""Looks at the folder of a run's checkpoints before its first step, to see then that a store cannot be used."""
 
 import os
 from concurrent.futures import wait
@@ -15,24 +15,23 @@ from lightning.fabric.storage.transport.retry import chain, have_expired, is_tra
 from lightning.fabric.storage.transport.threads import in_thread
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
-#: Set to 0, no store is looked at. It is a variable of the environment since ranks that are spawned have that, too.
+#: The environment variable that is 0 where no store is to be looked at. Ranks that are spawned inherit it.
 SWITCH = "LIGHTNING_LOOK_AT_STORES"
-#: A client that is given no answer at all may try for many minutes.
+#: Seconds to wait for a store. A client without any answer may try for many minutes.
 LIMIT_S = 30.0
 
 
 def has_checkpoints(folder: AnyPath) -> bool:
-    """Tells whether a folder for checkpoints has anything in it, with one request, which shows if the store is there.
+    """Returns whether a folder for checkpoints has anything in it, after one request, which fails if the store does.
 
-    A store that refuses the listing alone may still be written to, and one that is too busy will be: they are warned
-    of, and nothing is found.
+    A store that refuses only the listing, or is too busy now, may be written to later: it gets a warning, and False.
 
     Raises:
         FileNotFoundError: There is no such bucket.
         OSError: The store is not there, or refuses the credentials.
     """
     place = locate(folder)
-    if place.is_local:  # which needs none of what follows
+    if place.is_local:
         return place.kind() == "directory" and bool(place.list_names())
     fs, path = place.resolve()
     if os.environ.get(SWITCH) == "0" and not isinstance(fs, MemoryFileSystem):
@@ -66,5 +65,5 @@ def _has_entries(fs: AbstractFileSystem, path: str) -> bool:
 
 
 def _tells_nothing_of_buckets(fs: AbstractFileSystem) -> bool:
-    """Whether a client gives the same answer for an empty folder and for a bucket that is not there."""
+    """Returns whether a client gives the same answer for an empty folder and for a bucket that is not there."""
     return not has_folders(fs) and not hasattr(fs, "_s3")

@@ -1,6 +1,6 @@
-"""What has become of checkpoints that somebody remembers: asked with one listing a folder, and in bounded time.
+"""Looks for checkpoints whose paths were recorded, with one listing a folder and in bounded time.
 
-Their places may be of any time: on hosts that are gone, or of protocols for which there is no client any more.
+Their places may be on hosts that are gone, or of protocols for which there is no client any more.
 """
 
 import re
@@ -14,23 +14,23 @@ from lightning.fabric.storage.tools.discover import why_incomplete
 from lightning.fabric.storage.transport.errors import questions_named
 from lightning.fabric.storage.transport.threads import in_thread
 
-#: How many seconds to wait for the next answer. Clients try again for minutes.
+#: Seconds to wait for the next answer. Clients try again for minutes.
 PATIENCE_S = 10.0
 _CHECKPOINTS_AT_A_TIME = 8
 
-#: Why a checkpoint is not there or incomplete, None if it is complete, or what keeps one from asking.
+#: The reason why a checkpoint is missing or incomplete, None if it is complete, or the error of the question.
 Answer = str | Exception | None
 
 
 def why_lost(paths: Iterable[str]) -> dict[str, Answer]:
-    """Says what is missing of each checkpoint, or None if it is complete, or the error if that cannot be told.
+    """Returns, for each checkpoint, why it is incomplete, None if it is complete, or the error of the question.
 
-    Of a file in a store nothing is read: Lightning saves it as a whole or not at all. All else is looked into as by
-    :func:`~lightning.fabric.storage.tools.discover.why_incomplete`. A store that says nothing for ten seconds is given
+    A file in a store is not read: Lightning saves it as a whole or not at all. All else is looked into by
+    :func:`~lightning.fabric.storage.tools.discover.why_incomplete`. A store without an answer for ten seconds is given
     up, and the thread that waits for it is left behind.
 
     Args:
-        paths: Of checkpoints, in any number of places.
+        paths: The paths of checkpoints, in any number of stores.
     """
     paths = list(paths)
     answers: dict[str, Answer] = {}
@@ -47,14 +47,12 @@ def why_lost(paths: Iterable[str]) -> dict[str, Answer]:
     while waiting and len(answers) > known:
         known = len(answers)
         waiting = wait(waiting, PATIENCE_S).not_done
-    told = dict(answers)
-    for path in paths:
-        told.setdefault(path, TimeoutError(f"there is no answer after {PATIENCE_S:.0f} seconds"))
-    return {path: told[path] for path in paths}
+    late = TimeoutError(f"there is no answer after {PATIENCE_S:.0f} seconds")
+    return {path: answers.get(path, late) for path in paths}
 
 
 def _store(place: Place) -> str:
-    """Returns what is asked about in one thread: protocol, host and bucket of a URL."""
+    """Returns protocol, host and bucket of a URL, which one thread looks at."""
     found = re.match(r"[^/]+//[^/]*", place.raw)
     return found[0] if found else ""
 
@@ -66,12 +64,12 @@ def _look(folders: dict[Place, list[str]], answers: dict[str, Answer]) -> None:
     for folder, paths in folders.items():
         if error is None or isinstance(error, PermissionError) or not isinstance(error, OSError):
             error = _list(folder, paths, answers, unread)
-        else:  # it would not be found in the next folder either
+        else:  # the store would not answer for the next folder either
             answers.update(dict.fromkeys(paths, error))
     remaining = iter(unread)
     together = next((_can_ask_together(locate(path)) for path in unread), False)
     count = min(_CHECKPOINTS_AT_A_TIME, len(unread)) if together else 1
-    for thread in [in_thread("lightning-look", _read, remaining, answers) for _ in range(count)]:
+    for thread in [in_thread("lightning-look", _look_into, remaining, answers) for _ in range(count)]:
         thread.result()
 
 
@@ -80,7 +78,7 @@ def _can_ask_together(place: Place) -> bool:
 
 
 def _list(folder: Place, paths: list[str], answers: dict[str, Answer], unread: list[str]) -> Exception | None:
-    """Answers what a listing of ``folder`` tells, adds the rest to ``unread``, and returns what has failed."""
+    """Answers from a listing of ``folder``, adds other paths to ``unread``, and returns the error of the listing."""
     try:
         found = _whole_files(folder)
     except Exception as error:
@@ -98,11 +96,11 @@ def _list(folder: Place, paths: list[str], answers: dict[str, Answer], unread: l
 
 
 def _whole_files(folder: Place) -> dict[str, bool]:
-    """The names in a folder, and whether each is a file of which nothing need be read."""
+    """Returns the names in a folder, and whether each is a file that need not be read."""
     try:
         whole: dict[str, bool] = {}
         with questions_named(folder):
-            for name, kind, size in folder.entries():  # which tell no size of local files
+            for name, kind, size in folder.entries():  # without sizes of local files
                 # of a file and a folder of one name, the folder counts if it is complete
                 whole[name] = whole.get(name, True) and kind == "file" and bool(size)
         return whole
@@ -110,7 +108,7 @@ def _whole_files(folder: Place) -> dict[str, bool]:
         return {}
 
 
-def _read(paths: Iterator[str], answers: dict[str, Answer]) -> None:
+def _look_into(paths: Iterator[str], answers: dict[str, Answer]) -> None:
     for path in paths:
         try:
             answers[path] = why_incomplete(path)

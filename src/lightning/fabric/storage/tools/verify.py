@@ -1,11 +1,12 @@
-"""Checks a checkpoint without loading it: whether it is complete, and every byte of it against its checksums."""
+"""Verifies a checkpoint without loading it: its files, and every byte against checksums."""
 
 import dataclasses
 import io
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from lightning.fabric.storage.sharded.checksums import Record, records_of
 from lightning.fabric.storage.sharded.metadata_check import contradictions
 from lightning.fabric.storage.strategies.checkpoint_place import find_checkpoint
 from lightning.fabric.storage.tools.discover import why_incomplete
+from lightning.fabric.storage.transport.coalesce import coalesce
 from lightning.fabric.storage.transport.errors import questions_named
 from lightning.fabric.storage.transport.open import open_source
 from lightning.fabric.storage.transport.ranged_file import REQUEST, REQUESTS_IN_FLIGHT, RangedFile, Source
@@ -30,25 +32,25 @@ from lightning.fabric.storage.transport.threads import TaskPool
 log = logging.getLogger(__name__)
 
 _DAMAGED = "are damaged: their checksum is wrong"
-#: How many problems of one kind are told, of those that a file of any size can have.
+#: The most reported contradictions of the metadata, of which a file of any size can have many.
 _MOST = 20
-#: Errors that say nothing about the checkpoint.
+#: Errors of the store, from which nothing follows for the checkpoint.
 _CANNOT_TELL = (PermissionError, ConnectionError, TimeoutError)
 
 
 class NoCheckpoint(FileNotFoundError):
-    """There is a folder that is no checkpoint itself."""
+    """A folder is no checkpoint itself."""
 
 
 @dataclasses.dataclass
 class Result:
-    """What was found.
+    """The result of a verification.
 
     Attributes:
-        problems: One line of text for each.
-        files: How many were checked.
-        nbytes: Of these.
-        verdict: On the checksums, if there are no problems.
+        problems: A line of text for each problem.
+        files: The number of checked files.
+        nbytes: Bytes of these files.
+        verdict: The end of the report, about the checksums, if there are no problems.
     """
 
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -71,11 +73,11 @@ def verify(place: Place) -> Result:
     """Checks a checkpoint: a folder of shards, or a file.
 
     Args:
-        place: Of the folder or the file.
+        place: The place of the folder or the file.
 
     Raises:
-        NoCheckpoint: The folder is none, not even a part of one.
-        FileNotFoundError: There is nothing.
+        NoCheckpoint: The folder is no checkpoint, not even a part of one.
+        FileNotFoundError: There is nothing at the place.
         OSError: The store did not answer, or refused. Its client may raise errors of its own.
     """
     log.info(f"Verifying {place}")
@@ -87,7 +89,7 @@ def verify(place: Place) -> Result:
         found = find_checkpoint(place)
     except _CANNOT_TELL:
         raise
-    except OSError as error:  # it is incomplete, or .metadata is damaged
+    except OSError as error:  # the checkpoint is incomplete, or .metadata is damaged
         return Result([str(error)])
     result = Result()
     if found.metadata is not None:
@@ -100,7 +102,7 @@ def verify(place: Place) -> Result:
 
 
 def verify_one_of_many(place: Place) -> Result:
-    """As :func:`verify`, of what :func:`~lightning.fabric.storage.tools.discover.checkpoints_below` has found."""
+    """Verifies a checkpoint of :func:`~lightning.fabric.storage.tools.discover.checkpoints_below`."""
     try:
         return verify(place)
     except NoCheckpoint:
@@ -119,9 +121,8 @@ def _is_nothing(place: Place) -> bool:
 
 
 def _check_folder(place: Place, metadata: Metadata, result: Result) -> None:
-    _check_file(place / METADATA, result, lambda source: [])  # it has been, when it was read
-    told = place / METADATA
-    result.problems += [f"{told} {wrong}" for wrong in islice(contradictions(metadata), _MOST)]
+    _check_file(place / METADATA, result, lambda source: [])  # its content was checked when it was read
+    result.problems += [f"{place / METADATA} {wrong}" for wrong in islice(contradictions(metadata), _MOST)]
     infos: dict[str, dict[int, tuple[str, Any]]] = {}  # of each file, with names, by offset
     for index, info in metadata.storage_data.items():
         infos.setdefault(info.relative_path, {})[info.offset] = (index.fqn, info)
@@ -140,7 +141,7 @@ def _check_folder(place: Place, metadata: Metadata, result: Result) -> None:
 
 
 def _check_stock_meta(place: Place, described: dict[str, Any], result: Result) -> None:
-    """Checks the copy of a file of ours that stock Lightning reads."""
+    """Checks ``meta.pt``, a copy of another file for stock Lightning."""
     found = Result()
     _check_file(place, found, partial(_check_blocks, described, {}))
     result.files += found.files
@@ -150,7 +151,7 @@ def _check_stock_meta(place: Place, described: dict[str, Any], result: Result) -
 
 
 def _tensors(metadata: Metadata) -> dict[tuple[str, int], tuple[torch.dtype, tuple[int, ...]]]:
-    """The type and the shape of each part of a tensor, by file and offset."""
+    """Returns the type and the shape of each part of a tensor, by file and offset."""
     tensors = {}
     for name, described in metadata.state_dict_metadata.items():
         if isinstance(described, TensorStorageMetadata):
@@ -162,35 +163,30 @@ def _tensors(metadata: Metadata) -> dict[tuple[str, int], tuple[torch.dtype, tup
 
 
 def _check_file(place: Place, result: Result, check: Callable[[Source], Iterable[Wrong]]) -> None:
-    """Opens a file, and adds to the result what ``check`` finds."""
+    """Opens a file, and adds to the result the problems that ``check`` finds."""
     try:
-        source = open_source(place)
-        try:
+        with closing(open_source(place)) as source:
             result.files += 1
             result.nbytes += source.size
             for start, stop, name, reason in _merged(check(source)):
                 whose = f" of {name!r}" if name else ""
                 result.problems.append(f"{place}: bytes {start} to {stop}{whose} {reason}")
             source.check()
-        finally:
-            source.close()
     except _CANNOT_TELL:
         raise
-    except OSError as error:  # it is missing, was replaced meanwhile, or the disk is damaged
+    except OSError as error:  # the file is missing, was replaced meanwhile, or the disk is damaged
         result.problems.append(str(error))
 
 
-def _merged(found: Iterable[Wrong]) -> Iterator[Wrong]:
-    last: Wrong | None = None
+def _merged(found: Iterable[Wrong]) -> list[Wrong]:
+    """Joins those that follow on each other and differ in nothing else."""
+    merged: list[Wrong] = []
     for wrong in sorted(found):
-        if last is not None and (last.stop, *last[2:]) == (wrong.start, *wrong[2:]):
-            last = last._replace(stop=wrong.stop)
-            continue
-        if last is not None:
-            yield last
-        last = wrong
-    if last is not None:
-        yield last
+        if merged and (merged[-1].stop, *merged[-1][2:]) == (wrong.start, *wrong[2:]):
+            merged[-1] = merged[-1]._replace(stop=wrong.stop)
+        else:
+            merged.append(wrong)
+    return merged
 
 
 def _check_full(place: Place, result: Result, source: Source) -> list[Wrong]:
@@ -205,11 +201,7 @@ def _check_full(place: Place, result: Result, source: Source) -> list[Wrong]:
 
 
 def _check_archive(source: Source, result: Result) -> list[Wrong]:
-    zipped = Zipped(RangedFile(_Part(source, 0, source.size)))
-    wrong = zipped.check()
-    if not wrong and not zipped.has_checksums:
-        result.verdict = "saved without checksums"
-    return wrong
+    return _wrong_in(0, "", None, result, RangedFile(_Part(source, 0, source.size)))
 
 
 def _check_blocks(described: dict[str, Any], infos: dict[int, tuple[str, Any]], source: Source) -> list[Wrong]:
@@ -223,7 +215,7 @@ def _check_blocks(described: dict[str, Any], infos: dict[int, tuple[str, Any]], 
     except Exception as error:  # what is damaged may be of any type
         return [Wrong(0, size, "", f"are not described by {METADATA}: {error}")]
     wrong: list[Wrong] = []
-    units: list[_Unit] = []
+    checks: list[_Check] = []
     position = 0
     for record in [*records, Record(size, 0, size, 0, b"")]:
         if record.offset < position:
@@ -235,14 +227,14 @@ def _check_blocks(described: dict[str, Any], infos: dict[int, tuple[str, Any]], 
             if crc is None:
                 wrong.append(Wrong(start, stop, name, "have no checksum"))
             else:
-                units.append(_Unit(start, stop, partial(_wrong_block, start, stop, name, before, crc)))
+                checks.append(_Check(start, stop, partial(_wrong_block, start, stop, name, before, crc)))
         position = record.end
     known = {(record.offset, record.length) for record in records}
     reported = {one.start for one in wrong}
     for offset, (name, info) in infos.items():
         if (offset, info.length) not in known and offset not in reported:
             wrong.append(Wrong(offset, offset + info.length, name, "have no checksum"))
-    return wrong + _read(source, units)
+    return wrong + _run(source, checks)
 
 
 def _wrong_block(start: int, stop: int, name: str, before: int, crc: int, data: memoryview) -> list[Wrong]:
@@ -258,14 +250,13 @@ def _check_records(
     result: Result,
     source: Source,
 ) -> list[Wrong]:
-    """Checks a file of which no more is known than where its records are, and what should be in them."""
+    """Checks a file without checksums of its records, from their places and from the tensors that should be in them."""
     wrong: list[Wrong] = []
-    units: list[_Unit] = []
-    large = []
+    checks: list[_Check] = []
+    large: list[_Check] = []
     position = 0
     for start, (name, info) in sorted(infos.items()):
         stop = start + info.length
-        what = expected.get((info.relative_path, start))
         if start < position:
             return [Wrong(start, position, name, f"belong to two records, as {METADATA} have it")]
         position = stop
@@ -273,72 +264,57 @@ def _check_records(
             wrong.append(Wrong(max(start, source.size), stop, name, "are missing"))
         elif getattr(info, "transform_descriptors", None):
             wrong.append(Wrong(start, stop, name, "cannot be verified: an extension of torch has transformed them"))
-        elif info.length > REQUEST:
-            large.append((name, start, info.length, what))
         else:
-            units.append(_Unit(start, stop, partial(_wrong_record, start, name, what, result)))
-    wrong += _read(source, units)
-    for name, start, length, what in large:
-        wrong += _wrong_in(Zipped(RangedFile(_Part(source, start, length))), start, name, what, result)
+            check = partial(_wrong_in, start, name, expected.get((info.relative_path, start)), result)
+            (large if info.length > REQUEST else checks).append(_Check(start, stop, check))
+    wrong += _run(source, checks)
+    for one in large:
+        wrong += one.check(RangedFile(_Part(source, one.start, one.stop - one.start)))
     return wrong
 
 
-def _wrong_record(start: int, name: str, what: _Expected, result: Result, data: memoryview) -> list[Wrong]:
-    return _wrong_in(Zipped(io.BytesIO(data)), start, name, what, result)
-
-
-def _wrong_in(zipped: Zipped, offset: int, name: str, what: _Expected, result: Result) -> list[Wrong]:
+def _wrong_in(offset: int, name: str, what: _Expected, result: Result, file: RangedFile | memoryview) -> list[Wrong]:
+    """Checks the archive at an offset of a file, and returns the places in that file."""
+    zipped = Zipped(io.BytesIO(file) if isinstance(file, memoryview) else file)
     found = zipped.check()
     if not found and not zipped.has_checksums:
         result.verdict = "saved without checksums"
     if not found and None not in (what, zipped.tensor) and what != zipped.tensor:
         found = [Wrong(0, zipped.size, "", f"hold another tensor than {METADATA} have it")]
-    return [Wrong(offset + wrong.start, offset + wrong.stop, name, wrong.reason) for wrong in found]
+    return [Wrong(offset + wrong.start, offset + wrong.stop, name or wrong.name, wrong.reason) for wrong in found]
 
 
-class _Unit(NamedTuple):
-    """Bytes of a file that are checked at a time."""
+class _Check(NamedTuple):
+    """A check of bytes of a file, which returns those that are wrong."""
 
     start: int
     stop: int
-    check: Callable[[memoryview], list[Wrong]]
+    check: Callable[[Any], list[Wrong]]
 
 
-def _read(source: Source, units: list[_Unit]) -> list[Wrong]:
+def _run(source: Source, checks: list[_Check]) -> list[Wrong]:
     wrong: list[Wrong] = []
-    crew = TaskPool("checkpoint-verify", REQUESTS_IN_FLIGHT if source.parallel else 1, REQUESTS_IN_FLIGHT * REQUEST)
-    crew.run(_Request(source, batch, wrong) for batch in _batches(units))
+    pool = TaskPool("checkpoint-verify", REQUESTS_IN_FLIGHT if source.parallel else 1, REQUESTS_IN_FLIGHT * REQUEST)
+    pool.run(_Request(source, group, wrong) for group in coalesce(checks, 0, REQUEST))
     return wrong
 
 
-def _batches(units: list[_Unit]) -> Iterator[list[_Unit]]:
-    """What to read with one request each: units that follow on each other."""
-    batch: list[_Unit] = []
-    for unit in units:
-        if batch and (unit.start != batch[-1].stop or unit.stop - batch[0].start > REQUEST):
-            yield batch
-            batch = []
-        batch.append(unit)
-    if batch:
-        yield batch
-
-
 class _Request:
-    """Some bytes of a file, to read and to check."""
+    """Reads bytes of a file, and runs the checks of them."""
 
-    def __init__(self, source: Source, units: list[_Unit], wrong: list[Wrong]) -> None:
+    def __init__(self, source: Source, checks: list[_Check], wrong: list[Wrong]) -> None:
         self._source = source
-        self._units = units
+        self._checks = checks
         self._wrong = wrong
         self._found: list[Wrong] = []
-        self._start = units[0].start
-        self.cost = units[-1].stop - self._start
+        self._start = checks[0].start
+        self.cost = checks[-1].stop - self._start
 
     def run(self) -> None:
         data = np.empty(self.cost, np.uint8).data
         self._source.read_into(self._start, data)
-        for unit in self._units:
-            self._found += unit.check(data[unit.start - self._start : unit.stop - self._start])
+        for one in self._checks:
+            self._found += one.check(data[one.start - self._start : one.stop - self._start])
 
     def finish(self) -> int:
         self._wrong += self._found
@@ -346,7 +322,7 @@ class _Request:
 
 
 class _Part:
-    """A part of a source, which is closed by itself."""
+    """A part of a source, whose end does not close the source."""
 
     def __init__(self, source: Source, start: int, size: int) -> None:
         self._source = source
