@@ -65,9 +65,8 @@ class Archive:
         """
         pickled = io.BytesIO()
         _Pickler(pickled, self.contents).dump(obj)
-        byteorder = sys.byteorder.encode()
-        parts = [("data.pkl", pickled.getvalue()), ("byteorder", byteorder), ("version", _VERSION)]
-        return b"".join(self._small(name, data) for name, data in parts)
+        parts = [("data.pkl", pickled.getvalue()), ("byteorder", sys.byteorder.encode()), ("version", _VERSION)]
+        return b"".join(self._begin(name, len(data), zlib.crc32(data), 0) + data for name, data in parts)
 
     def tensor_starts(self) -> bytes:
         """Returns the header of the next of :attr:`contents`."""
@@ -99,9 +98,6 @@ class Archive:
             large = b""
         few, short, near = min(count, 0xFFFF), min(len(directory), _LARGE), min(start, _LARGE)
         return directory + large + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, few, few, short, near, 0)
-
-    def _small(self, name: str, data: bytes) -> bytes:
-        return self._begin(name, len(data), zlib.crc32(data), 0) + data
 
     def _begin(self, name: str, size: int, crc: int, flags: int) -> bytes:
         path = f"{_FOLDER}/{name}".encode()

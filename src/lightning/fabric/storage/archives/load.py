@@ -270,7 +270,7 @@ def archive(path: _Path) -> str | IO[bytes]:
     with _damage_explained(place, file):
         torch.PyTorchFileReader(source)
     file.seek(0)
-    if not isinstance(file, RangedFile):
+    if source is not file:
         file.close()
     return source  # a ranged file is an IO[bytes] in all that matters
 

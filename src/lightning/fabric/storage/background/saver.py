@@ -166,7 +166,8 @@ class BackgroundSaver:
             tensors: Most of the tensors of a state of this rank. Only their sizes matter.
         """
         self.is_warm = True
-        local = [tensor for tensor in map(_local, tensors) if is_plain(tensor)]
+        parts = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+        local = [tensor for tensor in parts if is_plain(tensor)]
         # each is aligned, and there is a little more in a state
         size = _EXTRA + sum(tensor.nbytes + ALIGNMENT for tensor in local)
         self._staging.warm(size, pinned=any(tensor.is_cuda for tensor in local))
@@ -188,10 +189,6 @@ def optimizer_stepped(strategy: Any, optimizer: Optimizer) -> None:
     saver = saver_of(getattr(strategy, "checkpoint_io", None))
     if saver is not None and not saver.is_warm and saves_here(strategy):
         saver.stepped(optimizer)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _save_shard(place: Place, group: "RankGroup", look: "Callable[[], Shard]", plans: "PlanCache") -> None:

@@ -63,7 +63,9 @@ class Pickled:
                 TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
                 for storage, dtype in zip(storages, self._types, strict=True)
             ]
-            obj = _Unpickler(self._bytes, typed).load()
+            unpickler = pickle.Unpickler(_Reader(self._bytes))
+            unpickler.persistent_load = typed.__getitem__  # type: ignore[method-assign]
+            obj = unpickler.load()
             torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
         return obj
 
@@ -105,16 +107,6 @@ class _Pickler(pickle.Pickler):
                 " Replace one of them by its `clone()`."
             )
         return place
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, pickled: bytes, storages: list[TypedStorage]) -> None:
-        super().__init__(_Reader(pickled))
-        self._storages = storages
-
-    @override
-    def persistent_load(self, place: int) -> TypedStorage:
-        return self._storages[place]
 
 
 class _Reader(io.BytesIO):

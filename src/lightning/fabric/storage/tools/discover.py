@@ -42,12 +42,10 @@ def why_incomplete(path: AnyPath) -> str | None:
             return f"there is no {place}"
         if found == "file":
             return _why_truncated(place)
-        return None if _is_of_another_kind(place.list_names()) else str(error)
+        names = place.list_names()
+        if all(map(SHARD_FOLDER_PART.fullmatch, names)) or any(map(_LIGHTNINGS.fullmatch, names)):
+            return str(error)
     return None
-
-
-def _is_of_another_kind(names: list[str]) -> bool:
-    return not all(map(SHARD_FOLDER_PART.fullmatch, names)) and not any(map(_LIGHTNINGS.fullmatch, names))
 
 
 def _why_truncated(place: Place) -> str | None:

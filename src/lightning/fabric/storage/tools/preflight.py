@@ -43,8 +43,9 @@ def has_checkpoints(folder: AnyPath) -> bool:
                 raise TimeoutError(f"no answer in {LIMIT_S:.0f} s")
             return listing.result()
     except (FileNotFoundError, NotADirectoryError) as error:
-        says = any("NoSuchBucket" in str(cause) for cause in chain(error))
-        if says or (_tells_nothing_of_buckets(fs) and place.lacks_bucket()):
+        is_named = any("NoSuchBucket" in str(cause) for cause in chain(error))
+        # other clients give the same answer for an empty folder and for a bucket that is not there
+        if is_named or (not has_folders(fs) and not hasattr(fs, "_s3") and place.lacks_bucket()):
             raise FileNotFoundError(f"Checkpoints cannot be saved to {place}. {about_bucket(place.raw)}.") from None
         return False
     except OSError as error:
@@ -62,8 +63,3 @@ def _has_entries(fs: AbstractFileSystem, path: str) -> bool:
     bucket, key, _ = fs.split_path(path)
     prefix = f"{key.rstrip('/')}/" if key else ""
     return bool(fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1, **fs.req_kw).get("Contents"))
-
-
-def _tells_nothing_of_buckets(fs: AbstractFileSystem) -> bool:
-    """Returns whether a client gives the same answer for an empty folder and for a bucket that is not there."""
-    return not has_folders(fs) and not hasattr(fs, "_s3")

@@ -142,12 +142,10 @@ def _check_folder(place: Place, metadata: Metadata, result: Result) -> None:
 
 def _check_stock_meta(place: Place, described: dict[str, Any], result: Result) -> None:
     """Checks ``meta.pt``, a copy of another file for stock Lightning."""
-    found = Result()
-    _check_file(place, found, partial(_check_blocks, described, {}))
-    result.files += found.files
-    result.nbytes += found.nbytes
-    whose = "(stock Lightning reads this file, this library does not)"
-    result.problems += [f"{problem} {whose}" for problem in found.problems]
+    before = len(result.problems)
+    _check_file(place, result, partial(_check_blocks, described, {}))
+    for number, problem in enumerate(result.problems[before:], before):
+        result.problems[number] = f"{problem} (stock Lightning reads this file, this library does not)"
 
 
 def _tensors(metadata: Metadata) -> dict[tuple[str, int], tuple[torch.dtype, tuple[int, ...]]]:
