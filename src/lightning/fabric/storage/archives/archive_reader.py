@@ -98,8 +98,7 @@ class Zipped:
             try:
                 pickled = self._check_record(record, stop)
                 if pickled is not None:
-                    sizes = {other.short_name: other.size for other in records}
-                    loaded = check_pickle(pickled, sizes)
+                    loaded = check_pickle(pickled, {other.short_name: other.size for other in records})
                     names, self.tensor = names_of_records(loaded), tensor_in(loaded)
             except BrokenArchive as error:
                 wrong.append(Wrong(record.start, stop, record.name, f"are damaged: {error}"))
@@ -111,7 +110,7 @@ class Zipped:
         """Checks that loading the archive takes no more memory than its size, and that all tensors are within it.
 
         Raises:
-            BrokenArchive: The archive is damaged, or says of itself what cannot be.
+            BrokenArchive: The archive is damaged, or its sizes cannot be true.
             OSError: The file could not be read.
         """
         records, directory = self._directory()

@@ -98,7 +98,7 @@ def await_files(folder: Place, files: Mapping[str, FileRecords]) -> None:
     while True:
         try:
             sizes = folder.sizes_of_files()
-        except PermissionError as error:  # there are roles that may write, but not list
+        except PermissionError as error:  # some roles may write, but not list
             log.warning(f"Cannot look whether {folder} has the files of all ranks ({error})")
             return
         unseen = sorted(name for name, size in wanted.items() if name not in sizes or sizes[name] not in (size, None))
@@ -160,7 +160,7 @@ def read_metadata(place: Place) -> "tuple[Metadata, bytes]":
 def _check_files(place: Place, metadata: "Metadata") -> None:
     try:
         sizes = place.sizes_of_files()
-    except PermissionError as error:  # there are roles that may read, but not list
+    except PermissionError as error:  # some roles may read, but not list
         log.warning(f"Cannot look whether {place} is complete, which would show when it is read ({error})")
         return
     ours = getattr(metadata, "lightning", None)

@@ -44,7 +44,7 @@ def read_plan(place: Place, metadata: Metadata, plan: LoadPlan, planner: LoadPla
         place: The checkpoint's folder.
         metadata: The checkpoint's metadata. Without an attribute ``lightning`` there are no checksums to verify.
         plan: The items to read.
-        planner: Gives the memory of tensors, whose end it is notified of, and takes the bytes of other objects.
+        planner: Gives the memory of tensors, is called when one is complete, and takes the bytes of other objects.
 
     Raises:
         FileNotFoundError: A file is missing.
@@ -147,7 +147,7 @@ class _File:
 
 
 class _PlanReader:
-    """Reads the items that were added."""
+    """Reads the items of a plan, file by file."""
 
     def __init__(self, place: Place, metadata: Metadata, planner: LoadPlanner) -> None:
         self._place = place

@@ -116,7 +116,7 @@ def _is_nothing(place: Place) -> bool:
     try:
         with questions_named(place):
             return place.kind() == "nothing"
-    except PermissionError:  # there are roles that may read, but not list
+    except PermissionError:  # some roles may read, but not list
         return False
 
 
@@ -283,7 +283,7 @@ def _wrong_in(offset: int, name: str, what: _Expected, result: Result, file: Ran
 
 
 class _Check(NamedTuple):
-    """A check of bytes of a file, which returns those that are wrong."""
+    """Bytes of a file, and a function that takes them and returns those that are wrong."""
 
     start: int
     stop: int

@@ -25,7 +25,7 @@ def coalesce(ranges: Iterable[_R], gap: int, most: int) -> Iterator[list[_R]]:
     Args:
         ranges: Ranges of one file, most of them in its order. One that begins before its group begins another.
         gap: The most bytes between two ranges of a group.
-        most: The most bytes from the first of a group to its last. A range that is longer is alone.
+        most: The most bytes from the first of a group to its last. A range that is longer is alone, each if it is 0.
     """
     group: list[_R] = []
     start = stop = 0
@@ -37,5 +37,8 @@ def coalesce(ranges: Iterable[_R], gap: int, most: int) -> Iterator[list[_R]]:
             start = stop = one.start
         group.append(one)
         stop = max(stop, one.stop)
+        if stop - start >= most:  # without a look at the next one, for which a caller may allocate memory
+            yield group
+            group = []
     if group:
         yield group
