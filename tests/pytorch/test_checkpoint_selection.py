@@ -113,7 +113,7 @@ def test_where_the_last_checkpoint_is_incomplete_a_run_goes_on_from_the_newest_c
 def test_what_a_callback_has_saved_is_known_by_the_name_that_it_gives(
     options: dict[str, Any], saved: list[str], tmp_path: Path
 ) -> None:
-    from lightning.pytorch.callbacks.checkpoint_places import _saved_by
+    from lightning.pytorch.callbacks.last_checkpoint import _saved_by
 
     others = ["last.ckpt", "last-v1.ckpt", "pretrained.ckpt", "best.txt", "hpc_ckpt_1.ckpt", "best.ckpt.0123.old"]
     for name in {*saved, *others}:

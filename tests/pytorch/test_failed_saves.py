@@ -11,7 +11,7 @@ import torch
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.callbacks.checkpoint_history import History, Record, changes_since, undo
+from lightning.pytorch.callbacks.checkpoint_history import Entry, History, changes_since, undo
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from tests.pytorch.background_runs import HeldIO, Model, Pace, make_trainer, step_of
 from tests.servers import Bucket
@@ -176,12 +176,12 @@ class Saves:
         self.callback = ModelCheckpoint(monitor="score")
         self.history = History()
 
-    def begin(self, number: int, path: str, score: float) -> Record:
+    def begin(self, number: int, path: str, score: float) -> Entry:
         self.history.begin(self.callback)
         self.callback.best_k_models = {path: torch.tensor(score)}
-        record = Record(path, changes_since(self.history.before or {}, self.callback))
-        self.history.pending[number] = record
-        return record
+        entry = Entry(path, changes_since(self.history.before or {}, self.callback))
+        self.history.pending[number] = entry
+        return entry
 
     def fail(self, number: int) -> dict[str, float]:
         """The scores after a save has failed."""

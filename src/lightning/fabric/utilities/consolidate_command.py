@@ -1,4 +1,4 @@
-"""What the commands that consolidate a checkpoint do, beside what they are called and which arguments they have."""
+"""The common part of the commands that consolidate a checkpoint."""
 
 import logging
 import sys
@@ -20,14 +20,14 @@ _WHAT = (
     " when it is complete, and not before, and the checkpoint is not loaded into memory as a whole."
 )
 _FOLDER = "The checkpoint's folder: a local path or a URL of any protocol that fsspec knows"
-#: What is told of the option ``--output_file``.
+#: The help of the option ``--output_file``.
 OUTPUT = "Where to write the file, likewise; by default beside the folder, with `.consolidated` at the end of its name"
-#: What ``fabric consolidate --help`` tells.
+#: The help of ``fabric consolidate``.
 HELP = f"{_WHAT}\n\nCHECKPOINT_FOLDER: {_FOLDER}."
 
 
 def parsed_arguments() -> Namespace:
-    """The arguments of the commands that are modules."""
+    """Returns the arguments of the commands that are modules."""
     parser = ArgumentParser(description=_WHAT)
     parser.add_argument("checkpoint_folder", help=_FOLDER)
     parser.add_argument("--output_file", help=OUTPUT)
@@ -35,11 +35,11 @@ def parsed_arguments() -> Namespace:
 
 
 def checked_arguments(folder: str, output: str | None, code_if_missing: int = 1) -> Namespace:
-    """What the commands for consolidation are given, if it makes sense; else the process ends with the exit code 1.
+    """Returns the place of the checkpoint and that of the file; else the process ends with the exit code 1.
 
     Args:
         folder: A local path or a URL of any fsspec protocol.
-        output: The same for the file, or None for the name of the folder with ``.consolidated``.
+        output: A path or URL for the file, or None for the name of the folder with ``.consolidated``.
         code_if_missing: The exit code if there is no such folder.
     """
     code = 1
@@ -50,7 +50,7 @@ def checked_arguments(folder: str, output: str | None, code_if_missing: int = 1)
     except _NoFolder as error:
         problem, code = str(error), code_if_missing
     except Exception as error:  # clients of stores raise what they like
-        problem = _told(error, folder, output or folder)
+        problem = _text_of(error, folder, output or folder)
     if problem:
         log.error(problem)
         sys.exit(code)
@@ -80,21 +80,17 @@ def _problem_of(place: Place, target: Place) -> str:
 
 
 def run(config: Namespace) -> None:
-    """Does what a command was asked for; if that fails, the process ends with the exit code 1.
-
-    Args:
-        config: From :func:`checked_arguments`.
-    """
+    """Consolidates the checkpoint of :func:`checked_arguments`; on failure the process ends with the exit code 1."""
     # not at the top, which every fabric command imports: there are builds of torch without torch.distributed
     from lightning.fabric.storage.tools.consolidate import consolidate
 
     try:
         consolidate(config.checkpoint_folder, config.output_file)
     except (OSError, RuntimeError) as error:
-        log.error(_told(error, config.checkpoint_folder.raw, config.output_file.raw))
+        log.error(_text_of(error, config.checkpoint_folder.raw, config.output_file.raw))
         sys.exit(1)
 
 
-def _told(error: Exception, folder: str, output: str) -> str:
+def _text_of(error: Exception, folder: str, output: str) -> str:
     text = redact(redact(str(error), folder), output)
     return text if isinstance(error, (OSError, RuntimeError)) and text else f"{type(error).__name__}: {text}"

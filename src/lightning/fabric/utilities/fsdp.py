@@ -1,4 +1,4 @@
-"""What Lightning's FSDP strategies need to know about where FSDP computes."""
+"""The devices that FSDP computes on, for Lightning's FSDP strategies."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ from torch.nn import Module
 
 
 def device_id(device: torch.device) -> torch.device | int:
-    """Returns what FSDP takes for the device that it computes on."""
+    """Returns FSDP's ``device_id`` for the device that it computes on."""
     return device if device.type == "cpu" else device.index
 
 
 def offload_if_needed(module: Module, *configs: Any) -> None:
-    """Has state offloaded to the CPU if the FSDP modules inside ``module`` compute elsewhere, and else not.
+    """Lets state be offloaded to the CPU only if the FSDP modules inside ``module`` compute elsewhere.
 
     They do so too when parameters rest on the CPU between computations (``cpu_offload``).
 
     Args:
         module: The module.
-        configs: Settings for the state of a module or optimizer.
+        configs: The settings for the states of the module and its optimizers, which are changed.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -19,7 +19,7 @@ def warn_about_stock_twin() -> None:
 
 
 def _is_ours(distribution: str) -> "bool | None":
-    """None if it is not installed."""
+    """Returns whether a distribution is a build of ours; None if it is not installed."""
     try:
         return "+io." in version(distribution)
     except PackageNotFoundError:

@@ -22,7 +22,7 @@ _PATH = "A local path or a URL of any protocol that fsspec knows"
 
 
 def run(path: str) -> int:
-    """Prints a line for each problem of a checkpoint, and one that sums up. Returns the exit code."""
+    """Prints a line for each problem of a checkpoint, and a summary; returns the exit code."""
     # not at the top, which every fabric command imports: there are builds of torch without torch.distributed
     from lightning.fabric.storage.tools.discover import checkpoints_below
     from lightning.fabric.storage.tools.verify import NoCheckpoint, verify
@@ -40,7 +40,7 @@ def run(path: str) -> int:
         print("Interrupted: the checkpoint is not verified", file=sys.stderr)
         return 130
     except Exception as error:  # clients of stores raise what they like
-        print(_told(error, path), file=sys.stderr)
+        print(_text_of(error, path), file=sys.stderr)
         return 2
     for problem in result.problems:
         print(problem)
@@ -49,7 +49,7 @@ def run(path: str) -> int:
 
 
 def _run_each(found: Sequence[Place]) -> int:
-    """The same of many, with the one that sums up for each of them."""
+    """Prints the problems and the summary of each of many checkpoints; returns the exit code."""
     from lightning.fabric.storage.tools.verify import NoCheckpoint, verify_one_of_many
 
     checked = wrong = unknown = 0
@@ -63,7 +63,7 @@ def _run_each(found: Sequence[Place]) -> int:
                 print(f"{place}: removed meanwhile")
             else:
                 unknown += 1
-                print(f"{place}: not checked: {_told(error, place.raw)}")
+                print(f"{place}: not checked: {_text_of(error, place.raw)}")
             continue
         wrong += bool(result.problems)
         for problem in result.problems:
@@ -75,20 +75,20 @@ def _run_each(found: Sequence[Place]) -> int:
     return 1 if wrong else 2 if unknown else 0
 
 
-def _told(error: Exception, path: str) -> str:
+def _text_of(error: Exception, path: str) -> str:
     kind = "" if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: "
     return f"{kind}{redact(str(error), path)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Runs the command; returns the exit code."""
     parser = ArgumentParser(prog="python -m lightning.fabric.utilities.verify_checkpoint", description=_WHAT)
     parser.add_argument("checkpoint", help=_PATH)
     return run(parser.parse_args(arguments).checkpoint)
 
 
 def click_command() -> "click.Command":
-    """The same as a part of the ``fabric`` command; only where click is installed."""
+    """Returns the command as a part of ``fabric``; only where click is installed."""
     import click
 
     @click.command("verify", help=f"{_WHAT}\n\nCHECKPOINT: {_PATH}.")

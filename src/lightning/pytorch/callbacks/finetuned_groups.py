@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 def restore(module: "LightningModule", optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Gives an optimizer the groups that it had, and unfreezes what is in them now and was not before.
+    """Gives an optimizer the groups that it had, and unfreezes the modules of parameters that it did not have yet.
 
     Args:
-        module: What is finetuned.
+        module: The module that is finetuned.
         optimizer: Its optimizer, as it has been configured.
-        groups: With parameters of ``module``.
+        groups: The groups, with parameters of ``module``.
     """
     from lightning.pytorch.callbacks.finetuning import BaseFinetuning  # which imports this
 

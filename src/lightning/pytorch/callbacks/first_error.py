@@ -1,4 +1,4 @@
-"""What a run ends with: the error that came first, whatever fails in saving, logging and cleaning up after it."""
+"""The first error of a run, which ends with that whatever fails in saving, logging and cleaning up after it."""
 
 import logging
 import re
@@ -10,17 +10,16 @@ from lightning.fabric.storage.paths.redact import redact
 
 log = logging.getLogger(__name__)
 
-_NO_CONTEXT = nullcontext()
-#: The reason of errors of one run that come in groups: of its checkpoints, and of each of its loggers.
+#: A reason that several errors of one run have: of its checkpoints, and of each of its loggers.
 _NO_BUCKET = re.compile(r"There is no (?:bucket|container) '[^']*'")
 
 
 @contextmanager
 def behind(exception: BaseException) -> Iterator[None]:
-    """For a body that is run since ``exception`` was raised, which will be raised again: errors of the body are logged.
+    """Logs errors of a body that runs because ``exception`` was raised, which will be raised again.
 
-    A note of ``exception`` refers to that, where Python has notes. A reason that ``exception`` has given already is not
-    given again. What interrupts the body, such as Ctrl-C, goes on.
+    A note of ``exception`` refers to them, where Python has notes. A reason that ``exception`` has given already is not
+    given again. Interruptions of the body, such as Ctrl-C, are raised.
     """
     try:
         yield
@@ -40,12 +39,11 @@ def behind(exception: BaseException) -> Iterator[None]:
 
 
 def in_turn(hook_name: str, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
-    """For a callback's hook: one that fails after an exception leaves the others their turn.
+    """Gives the other callbacks their turn if one's hook fails after an exception.
 
     Args:
-        hook_name: Its name.
-        arguments: What it is called with, beside the trainer and the module.
+        hook_name: The name of the hook.
+        arguments: The arguments of the hook, beside the trainer and the module.
     """
-    if hook_name == "on_exception" and arguments and isinstance(arguments[0], BaseException):
-        return behind(arguments[0])
-    return _NO_CONTEXT
+    is_after_exception = hook_name == "on_exception" and arguments and isinstance(arguments[0], BaseException)
+    return behind(arguments[0]) if is_after_exception else nullcontext()

@@ -1,4 +1,4 @@
-"""The states of the data loaders of all ranks, for each rank is at a place of its own in the data."""
+"""The states of the data loaders of all ranks, each of which is at a position of its own in the data."""
 
 import io
 import sys
@@ -10,17 +10,17 @@ from lightning.fabric.storage.collectives.channel import training_channel
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
-#: What Lightning keeps the states of the loaders of rank zero as, and what those of all ranks are kept as.
+#: The keys of the states of rank zero's loaders, which is Lightning's, and of those of all ranks.
 _OWN, _OF_RANKS = "combined_loader", "combined_loaders_of_ranks"
 
 
 def gathered(loops: dict[str, Any]) -> dict[str, Any]:
-    """The state of the Trainer's loops, with the states of all ranks' loaders on rank zero.
+    """Returns the state of the Trainer's loops, with the states of all ranks' loaders on rank zero.
 
-    A collective call if there are any loaders with a state.
+    It is a collective call if there are any loaders with a state.
 
     Args:
-        loops: This rank's, which is changed.
+        loops: The state of this rank's loops, which is changed.
 
     Raises:
         OSError: A rank has a state that cannot be pickled. Every rank raises it, or what the pickler says of it.
@@ -45,11 +45,7 @@ def gathered(loops: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_this_rank(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The states of this rank's loaders.
-
-    Args:
-        state: What the fit loop has saved.
-    """
+    """Returns the states of this rank's loaders from the saved state of the fit loop."""
     own: list[dict[str, Any]] = state.get(_OWN, [])
     of_ranks = state.get(_OF_RANKS)
     if not of_ranks:

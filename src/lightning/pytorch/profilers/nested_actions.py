@@ -1,7 +1,7 @@
-"""What :class:`~lightning.pytorch.profilers.AdvancedProfiler` records of actions, which can begin within each other.
+"""Profiles of actions that begin within each other, for :class:`~lightning.pytorch.profilers.AdvancedProfiler`.
 
-Only one ``cProfile.Profile`` can be enabled at a time. So there is one for each way in which actions are nested, and
-what is shown of an action is of all ways that lead through it.
+Only one ``cProfile.Profile`` can be enabled at a time. So there is one for each way in which actions are nested, and an
+action is shown with all ways that lead through it.
 """
 
 import cProfile
@@ -14,14 +14,14 @@ from typing_extensions import override
 
 
 class ActionProfile:
-    """What was recorded of an action, for :class:`pstats.Stats` and for whoever expects a ``cProfile.Profile``."""
+    """The profile of an action, for :class:`pstats.Stats` and for whoever expects a ``cProfile.Profile``."""
 
     def __init__(self, parts: list[cProfile.Profile]) -> None:
         self._parts = parts
         self.stats: dict[Any, Any] = {}
 
     def getstats(self) -> list[Any]:
-        """The entries of all parts."""
+        """Returns the entries of all parts."""
         return [entry for part in self._parts for entry in part.getstats()]
 
     def create_stats(self) -> None:
@@ -29,7 +29,7 @@ class ActionProfile:
         self.stats = pstats.Stats(*self._parts).stats  # type: ignore[attr-defined]
 
     def dump_stats(self, file: str | PathLike[str]) -> None:
-        """Writes what :class:`pstats.Stats` reads."""
+        """Writes a file that :class:`pstats.Stats` reads."""
         pstats.Stats(*self._parts).dump_stats(file)
 
 
@@ -38,7 +38,7 @@ class NestedActions(Mapping[str, ActionProfile]):
 
     def __init__(self) -> None:
         self._profiles: dict[tuple[str, ...], cProfile.Profile] = {}
-        #: Those that go on, outermost first.
+        #: The actions that go on, outermost first.
         self._going_on: tuple[str, ...] = ()
 
     @override
@@ -57,11 +57,11 @@ class NestedActions(Mapping[str, ActionProfile]):
         return len(set(self))
 
     def start(self, action: str) -> None:
-        """Begins to record an action, be it within others."""
+        """Begins to record an action, which may be within others."""
         self._go_on_with((*self._going_on, action))
 
     def stop(self, action: str) -> None:
-        """Ends what :meth:`start` has begun. What contains the action is recorded again.
+        """Ends the recording of an action; the actions that contain it are recorded again.
 
         Raises:
             ValueError: The action has never been started.
@@ -73,7 +73,7 @@ class NestedActions(Mapping[str, ActionProfile]):
             raise ValueError(f"The action {action!r} cannot be stopped, for it was never started.")
 
     def clear(self) -> None:
-        """Forgets what was recorded."""
+        """Forgets all profiles."""
         self._go_on_with(())
         self._profiles.clear()
 

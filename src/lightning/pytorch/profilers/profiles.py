@@ -1,4 +1,4 @@
-"""What profilers write to a folder that may be a URL.
+"""Files that profilers write to a folder, which may be a URL.
 
 A profile is not worth the training: a store that does not take it is a warning that says where it stays on this
 machine, and training goes on.
@@ -28,58 +28,49 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 if TYPE_CHECKING:
     import torch
 
+    from lightning.pytorch.profilers.profiler import Profiler
+
 log = logging.getLogger(__name__)
 
 _PIECE = 16 * 2**20
-#: By folder at a URL, the one for what it did not take.
-_kept: dict[Place, Path] = {}
+#: An attribute of a profiler: the local folder for the files that its store did not take.
+_KEPT = "_kept_profiles"
 
 
 @contextmanager
-def folder_for(dirpath: str | os.PathLike[str]) -> Iterator[str]:
-    """A folder on this machine to write files into, which are in ``dirpath`` when the context ends.
-
-    Args:
-        dirpath: A local path, which is made and given back, or a URL.
-    """
+def folder_for(profiler: "Profiler") -> Iterator[str]:
+    """Yields a folder on this machine for files that are in the profiler's folder when the context ends."""
+    dirpath = str(profiler.dirpath or ".")
     place = locate(dirpath)
     if place.is_local:
-        LocalFileSystem().makedirs(str(dirpath), exist_ok=True)
-        yield str(dirpath)
+        LocalFileSystem().makedirs(dirpath, exist_ok=True)
+        yield dirpath
         return
     with tempfile.TemporaryDirectory(prefix="lightning-profile-") as folder:
         yield folder
         for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            _copy(path, place, path.relative_to(folder).as_posix())
-
-
-def open_report(dirpath: str | os.PathLike[str], name: str) -> IO[str]:
-    """The text file ``name`` in ``dirpath``, to add to at its end."""
-    place = locate(dirpath)
-    if place.is_local:
-        local = LocalFileSystem()
-        local.makedirs(str(dirpath), exist_ok=True)
-        file: IO[str] = local.open(os.path.join(dirpath, name), "a")
-        return file
-    return _Report(place, name)
+            _copy(profiler, path, place, path.relative_to(folder).as_posix())
 
 
 class ReportFiles:
-    """The text files of reports, with the methods that Lightning calls on a file system for them.
+    """The text files of a profiler's reports, with the methods that Lightning calls on a file system for them."""
 
-    Args:
-        folder: A local path or a URL.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = folder
+    def __init__(self, profiler: "Profiler") -> None:
+        self._profiler = profiler
 
     def mkdirs(self, folder: str | os.PathLike[str], exist_ok: bool) -> None:
         """Leaves it to :meth:`open` to make a folder where files need one."""
 
     def open(self, path: str, mode: str) -> IO[str]:
-        """Opens a text file of the folder, as :func:`open_report`."""
-        return open_report(self._folder, os.path.basename(path))
+        """Opens a text file in the profiler's folder, to add to at its end."""
+        dirpath, name = str(self._profiler.dirpath), os.path.basename(path)
+        place = locate(dirpath)
+        if not place.is_local:
+            return _Report(self._profiler, place, name)
+        local = LocalFileSystem()
+        local.makedirs(dirpath, exist_ok=True)
+        file: IO[str] = local.open(os.path.join(dirpath, name), "a")
+        return file
 
 
 def export_trace(own: Any, profiler: "torch.profiler.profile", action_name: str) -> None:
@@ -87,7 +78,7 @@ def export_trace(own: Any, profiler: "torch.profiler.profile", action_name: str)
 
     Args:
         own: Lightning's profiler.
-        profiler: Torch's, which has recorded.
+        profiler: Torch's profiler, which has recorded the action.
         action_name: The action.
     """
     from torch.profiler import tensorboard_trace_handler
@@ -96,10 +87,10 @@ def export_trace(own: Any, profiler: "torch.profiler.profile", action_name: str)
         rank_zero_warn("The PyTorchProfiler failed to export trace: it has no `dirpath` to write it to.")
         return
     if own._export_to_chrome:
-        with folder_for(own.dirpath) as folder:
+        with folder_for(own) as folder:
             tensorboard_trace_handler(folder, own._prepare_filename(action_name=action_name, extension=""))(profiler)
     if own._export_to_flame_graph:
-        with folder_for(own.dirpath) as folder:
+        with folder_for(own) as folder:
             path = os.path.join(folder, own._prepare_filename(action_name=action_name, extension=".stack"))
             profiler.export_stacks(path, metric=own._metric)
             if os.path.getsize(path) == 0:
@@ -115,10 +106,11 @@ def _warn_of_no_stacks() -> None:
 
 
 class _Report(io.StringIO):
-    """Goes to the store when it is closed, after what is there."""
+    """A text file that is added to the store's one when it is closed."""
 
-    def __init__(self, folder: Place, name: str) -> None:
+    def __init__(self, profiler: "Profiler", folder: Place, name: str) -> None:
         super().__init__(newline="")
+        self._profiler = profiler
         self._folder = folder
         self._name = name
 
@@ -133,7 +125,7 @@ class _Report(io.StringIO):
             with open_text(place, "w") as file:  # is written at the end
                 file.write(_content(place) + text)
         except OSError as error:
-            with open(_kept_instead(self._folder, error) / self._name, "a", newline="") as kept:
+            with open(_kept_instead(self._profiler, self._folder, error) / self._name, "a", newline="") as kept:
                 kept.write(text)
 
 
@@ -145,20 +137,21 @@ def _content(place: Place) -> str:
         return ""
 
 
-def _copy(path: Path, folder: Place, name: str) -> None:
+def _copy(profiler: "Profiler", path: Path, folder: Place, name: str) -> None:
     try:
         with open(path, "rb") as file, open_writer(folder / name) as sink:
             sink.expect(path.stat().st_size)
             shutil.copyfileobj(file, sink, _PIECE)
     except OSError as error:
-        kept = _kept_instead(folder, error) / name
+        kept = _kept_instead(profiler, folder, error) / name
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(path, kept)
 
 
-def _kept_instead(folder: Place, error: OSError) -> Path:
-    """A folder of this machine for what ``folder`` did not take. It is told once, for there may be dozens of files."""
-    if folder not in _kept:
-        _kept[folder] = Path(tempfile.mkdtemp(prefix="lightning-profiles-"))
-        log.warning(f"Profiles for {folder} stay in {_kept[folder]}. {redact(str(error))}")
-    return _kept[folder]
+def _kept_instead(profiler: "Profiler", folder: Place, error: OSError) -> Path:
+    """Returns a local folder for what ``folder`` did not take; warns once, for there may be dozens of files."""
+    kept: Path | None = vars(profiler).get(_KEPT)
+    if kept is None:
+        kept = vars(profiler)[_KEPT] = Path(tempfile.mkdtemp(prefix="lightning-profiles-"))
+        log.warning(f"Profiles for {folder} stay in {kept}. {redact(str(error))}")
+    return kept

@@ -1,4 +1,4 @@
-"""Shows what a Trainer's saves take: in the report of its profiler, and in its progress bar."""
+"""The stages of a Trainer's saves in the report of its profiler, and in its progress bar."""
 
 import threading
 import weakref
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def follow(trainer: "Trainer") -> None:
     """Makes ``trainer`` the one whose profiler and progress bar show the saves of this process from now on.
 
-    Call it in the thread that trains: what other threads save is not shown.
+    Call it in the thread that trains: saves of other threads are not shown.
     """
     global _followed
     if _followed is not None and _followed.is_of(trainer):
@@ -52,7 +52,7 @@ class _Saves:
         if not self._stages:
             self._progress.begin(trainer, report)
         profiler = None
-        if name not in (other for other, _ in self._stages) and _told(_profiler_of(trainer).start, row_of(name)):
+        if name not in (other for other, _ in self._stages) and _notified(_profiler_of(trainer).start, row_of(name)):
             profiler = _profiler_of(trainer)
         self._stages.append((name, profiler))
 
@@ -61,7 +61,7 @@ class _Saves:
             return
         _, profiler = self._stages.pop()
         if profiler is not None:
-            _told(profiler.stop, row_of(name))
+            _notified(profiler.stop, row_of(name))
         if not self._stages:
             self._progress.end()
 
@@ -80,10 +80,10 @@ def _profiler_of(trainer: "Trainer") -> Profiler:
     return profiler
 
 
-def _told(tell: Callable[[str], None], action: str) -> bool:
-    """Tells a profiler. Its report is not worth the checkpoint: if it fails, that is a warning."""
+def _notified(notify: Callable[[str], None], action: str) -> bool:
+    """Notifies a profiler; warns if that fails, for its report is not worth the checkpoint."""
     try:
-        tell(action)
+        notify(action)
     except Exception as error:
         rank_zero_warn(f"The profiler does not show {action!r}: {type(error).__name__}: {error}")
         return False

@@ -16,7 +16,7 @@ _Path = str | os.PathLike[str]
 
 
 def is_checkpoint_file(path: _Path) -> bool:
-    """Whether there is a file at a local path or a URL. If nothing here can tell, a plugin may that loads it.
+    """Returns whether there is a file at a local path or a URL; False if only a plugin that loads it can tell.
 
     Raises:
         OSError: The store did not answer.
@@ -29,11 +29,11 @@ def is_checkpoint_file(path: _Path) -> bool:
 
 
 def load_beside_tensors(path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
-    """Loads a checkpoint file, but for its weights, of which nothing is read if possible.
+    """Loads a checkpoint file without its weights, none of which are read if possible.
 
     Args:
-        path: Of the file.
-        weights_only: As for :func:`torch.load`, but None means True.
+        path: The file's local path or URL.
+        weights_only: The argument of that name of :func:`torch.load`, but None means True.
 
     Raises:
         OSError: The file could not be read.

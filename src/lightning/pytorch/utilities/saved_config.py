@@ -11,14 +11,14 @@ class ConfigFile:
     """The file of a configuration, with the methods that LightningCLI calls on a file system for it.
 
     Args:
-        parser: jsonargparse's, of which the configuration is.
+        parser: The parser of jsonargparse that has made the configuration.
     """
 
     def __init__(self, parser: Any) -> None:
         self._parser = parser
 
     def isfile(self, path: str) -> bool:
-        """Tells whether there is something; see :func:`~lightning.fabric.storage.transport.text.is_there`."""
+        """Returns whether there is something; see :func:`~lightning.fabric.storage.transport.text.is_there`."""
         return is_there(path)
 
     def makedirs(self, folder: str, exist_ok: bool) -> None:
@@ -29,13 +29,13 @@ class ConfigFile:
         """Saves a configuration, in a folder that is there.
 
         jsonargparse's own way to a URL has fsspec make a folder, for which s3fs asks about the bucket and would make
-        one. Who has rights on a prefix of a bucket may do neither.
+        one: a user with rights on a prefix of a bucket may do neither.
 
         Args:
             config: The configuration.
             path: A local path or a URL.
-            multifile: Whether to keep files apart that it was read from, which is possible at local paths only.
-            arguments: Those of the parser's own method, for local paths.
+            multifile: Whether to keep apart the files that it was read from, which is possible at local paths only.
+            arguments: Further arguments of the parser's own method, for local paths.
 
         Raises:
             OSError: It could not be written.

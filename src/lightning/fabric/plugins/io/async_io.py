@@ -22,18 +22,18 @@ class AsyncCheckpointIO(CheckpointIO):
     A save returns when the state has been copied to host memory, which is allocated once. Saves and removals are done
     one after the other in a thread; a checkpoint is removed only when the one that replaces it has been saved. What
     fails is raised at the next step boundary (or by :meth:`drain`, or the next save), once; with the Trainer, by all
-    ranks at the same one. Loading waits for everything that is on its way, and so do the end of training and of the
+    Loading waits for everything in flight for everything that is on its way, and so do the end of training and of the
     interpreter.
 
     Args:
-        checkpoint_io: What saves, loads and removes; by default a
+        checkpoint_io: The plugin that saves, loads and removes; by default a
             :class:`~lightning.fabric.plugins.io.torch_io.TorchCheckpointIO`. It is called in a thread of its own, and
             must not keep the tensors of a checkpoint when it has saved it: their memory is that of the next one.
-        max_in_flight: How many saves may be on their way at a time. Each takes as much host memory as its state.
-        when_busy: What to do with a save that comes when there are as many: ``"wait"`` until one has ended, or
-            ``"skip"`` it. What is saved after an exception always waits, and so does a ModelCheckpoint's second save
-            at a step, which is that of ``save_last=True``.
-        on_error: What to do with a save that failed: ``"raise"`` stops training, ``"warn"`` lets it go on with a
+        max_in_flight: The number of saves that may be in flight at a time. Each takes as much host memory as its state.
+        when_busy: The treatment of a save that comes when there are as many: ``"wait"`` until one has ended, or
+            ``"skip"`` it. A save after an exception always waits, and so does a ModelCheckpoint's second save at a
+            step, which is that of ``save_last=True``.
+        on_error: The treatment of a save that failed: ``"raise"`` stops training, ``"warn"`` lets it go on with a
             warning. The checkpoint that was to be replaced is kept in both cases.
 
     Raises:
@@ -65,14 +65,14 @@ class AsyncCheckpointIO(CheckpointIO):
 
     @property
     def saver(self) -> BackgroundSaver:
-        """What saves in the background."""
+        """The engine that saves in the background."""
         if self._saver is None or self._saver.process != os.getpid():  # a fork has none of its threads
             self._saver = BackgroundSaver(*self._saver_arguments)
         return self._saver
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What saves, loads and removes."""
+        """The plugin that saves, loads and removes."""
         if self._checkpoint_io is None:
             self._checkpoint_io = TorchCheckpointIO()
         return self._checkpoint_io
@@ -82,9 +82,9 @@ class AsyncCheckpointIO(CheckpointIO):
         """Copies ``checkpoint``, and has the copy saved in the background.
 
         Args:
-            checkpoint: What to save.
-            path: Where to.
-            storage_options: For the plugin that saves.
+            checkpoint: The checkpoint.
+            path: A local path, or a URL.
+            storage_options: Options for the plugin that saves.
 
         Raises:
             OSError: An earlier save has failed, if ``on_error`` says so, in a job of one process.
@@ -99,23 +99,18 @@ class AsyncCheckpointIO(CheckpointIO):
 
     @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads a checkpoint, when everything that is on its way has been saved.
-
-        Args:
-            args: For the plugin that loads.
-            kwargs: Likewise.
-        """
+        """Loads a checkpoint with the plugin that loads, when everything in flight has been saved."""
         pending.drain()
         return self.checkpoint_io.load_checkpoint(*args, **kwargs)
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
-        """Has a checkpoint removed after what is on its way, unless the last save before that fails."""
+        """Removes a checkpoint after the saves in flight, unless the last one of them fails."""
         io, path = self.checkpoint_io, _fixed(path)
         self.saver.remove(locate(path), lambda: io.remove_checkpoint(path))
 
     def drain(self) -> None:
-        """Waits until everything that is on its way is durable.
+        """Waits until everything in flight is durable.
 
         Raises:
             OSError: A save or removal has failed; or whatever else the reason was.
@@ -124,7 +119,7 @@ class AsyncCheckpointIO(CheckpointIO):
 
     @override
     def teardown(self) -> None:
-        """Waits as :meth:`drain` does, and ends the plugin that saves."""
+        """Waits as :meth:`drain` does, and tears down the plugin that saves."""
         try:
             pending.drain()
         finally:
@@ -132,7 +127,7 @@ class AsyncCheckpointIO(CheckpointIO):
 
 
 def _fixed(path: _PATH) -> _PATH:
-    """A path that does not depend on the working folder, which may be another one by the time it is used."""
+    """Returns a path that does not depend on the working folder, which may be another one by the time it is used."""
     place = locate(path)
     absolute = place.absolute()
     return path if absolute == place else absolute.raw + "/" * os.fspath(path).endswith("/")

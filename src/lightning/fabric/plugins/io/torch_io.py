@@ -28,7 +28,7 @@ class TorchCheckpointIO(CheckpointIO):
         ``path`` and renamed. Missing folders are made.
 
         Args:
-            checkpoint: What to save.
+            checkpoint: The checkpoint.
             path: A local path, or a URL.
             storage_options: A dictionary of options for the fsspec file system of a URL, such as ``endpoint_url``, on
                 top of those that fsspec is configured with. A local path has none.
@@ -47,14 +47,14 @@ class TorchCheckpointIO(CheckpointIO):
         weights_only: bool | None = None,
         storage_options: Any | None = None,
     ) -> dict[str, Any]:
-        """Loads what :meth:`save_checkpoint` saved.
+        """Loads a checkpoint that :meth:`save_checkpoint` saved.
 
         Args:
             path: A local path, or a URL; ``http(s)`` URLs too.
-            map_location: As for :func:`torch.load`. By default tensors stay in host memory.
-            weights_only: As for :func:`torch.load`: with True, nothing but tensors and plain Python types is unpickled,
-                which is the right choice for a file from someone else.
-            storage_options: As for :meth:`save_checkpoint`.
+            map_location: The argument of that name of :func:`torch.load`. By default tensors stay in host memory.
+            weights_only: The argument of that name of :func:`torch.load`: with True, nothing but tensors and plain
+                Python types is unpickled, which is the right choice for a file from someone else.
+            storage_options: Options for the file system of a URL.
 
         Raises:
             FileNotFoundError: There is no checkpoint at ``path``.
@@ -71,7 +71,7 @@ class TorchCheckpointIO(CheckpointIO):
 
         Args:
             path: A local path, or a URL. Taken literally: ``*`` and the like have no meaning in it.
-            storage_options: As for :meth:`save_checkpoint`.
+            storage_options: Options for the file system of a URL.
         """
         place = locate(path, storage_options)
         with questions_named(place, "remove"):

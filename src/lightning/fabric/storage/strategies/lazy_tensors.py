@@ -150,7 +150,7 @@ def _read(file: OpenedFile, targets: Mapping[_Key, Tensor], ranges: Mapping[_Key
             file.check()
             return done
 
-    named = {str(number): key for number, key in enumerate(ranges)}
+    named = {str(key): key for key in ranges}  # which errors give
     own = {name: targets[key] for name, key in named.items()}
     metadata = _metadata(file, own, {name: ranges[key] for name, key in named.items()})
     reader = Reader(file.place.parent, metadata)

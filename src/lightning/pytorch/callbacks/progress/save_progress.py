@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MIB = 2**20
-#: For how many seconds training waits before there is a bar.
+#: Seconds for which training waits before there is a bar.
 _PATIENCE_S = 3.0
 _REFRESH_S = 0.5
 
-#: Shows how many bytes are written, and how many there will be.
+#: Shows the number of bytes that are written, and that there will be.
 _Update = Callable[[int, int], None]
-#: Given a title, and what it shows at first.
+#: Opens a bar with a title and the two numbers that it shows at first.
 _Bar = Callable[[str, int, int], AbstractContextManager[_Update]]
 
 
@@ -38,7 +38,7 @@ class SaveProgress:
         self._thread: threading.Thread | None = None
 
     def begin(self, trainer: "Trainer", report: SaveReport) -> None:
-        """Training waits from now on, for the save of ``report`` or, in it, for another one."""
+        """Starts to show the save of ``report``, or another one that it waits for: training waits from now on."""
         bar = _bar_of(trainer)
         if bar is None:
             return
@@ -54,7 +54,7 @@ class SaveProgress:
             self._thread = thread
 
     def end(self) -> None:
-        """Training goes on. The bar is gone when this returns."""
+        """Removes the bar: training goes on."""
         if self._thread is not None:
             self._ended.set()
             self._thread.join()
@@ -72,12 +72,12 @@ class SaveProgress:
 
 
 def _moving(report: SaveReport) -> SaveReport:
-    """A save of which bytes are on their way, or that of ``report`` if there is none."""
+    """Returns a save of which bytes are in flight, or ``report`` if there is none."""
     return next((moving for moving in save_report.in_flight() if moving.progress()[1]), report)
 
 
 def _bar_of(trainer: "Trainer") -> _Bar | None:
-    """What shows a bar, if the Trainer shows its own one, in a terminal."""
+    """Returns the way to show a bar, if the Trainer shows its own one in a terminal."""
     shown = trainer.progress_bar_callback
     if isinstance(shown, TQDMProgressBar) and shown.is_enabled and _prints_to_terminal():
         return partial(_tqdm_bar, shown)
@@ -120,7 +120,7 @@ def _tqdm_bar(shown: TQDMProgressBar, title: str, written: int, expected: int) -
 
 @contextmanager
 def _rich_bar(shown: RichProgressBar, trainer: "Trainer", title: str, written: int, expected: int) -> Iterator[_Update]:
-    """A line below the Trainer's, or of its own when the Trainer shows none at that moment."""
+    """Shows a line below the Trainer's, or of its own when the Trainer shows none at that moment."""
     from lightning.pytorch.callbacks.progress.rich_progress import CustomProgress
 
     running = _running(shown)
@@ -146,11 +146,10 @@ def _rich_bar(shown: RichProgressBar, trainer: "Trainer", title: str, written: i
 
 
 def making_way(trainer: "Trainer") -> AbstractContextManager[None]:
-    """For a body that writes a line to the terminal: the Trainer's bar is not in its way."""
+    """Takes the Trainer's bar away while a body writes a line to the terminal."""
     shown = trainer.progress_bar_callback
     if isinstance(shown, TQDMProgressBar) and _prints_to_terminal():
-        way: AbstractContextManager[None] = Tqdm.external_write_mode(file=sys.stdout)
-        return way
+        return Tqdm.external_write_mode(file=sys.stdout)  # type: ignore[no-any-return]
     if isinstance(shown, RichProgressBar) and (running := _running(shown)) and running.console.is_terminal:
         return _rich_making_way(running)
     return nullcontext()

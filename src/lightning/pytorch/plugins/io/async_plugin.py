@@ -8,13 +8,13 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 
 class AsyncCheckpointIO(_AsyncCheckpointIO, _WrappingCheckpointIO):
-    """Saves checkpoints while training goes on, as :class:`lightning.fabric.plugins.io.async_io.AsyncCheckpointIO`.
+    """Saves checkpoints while training goes on; see :class:`lightning.fabric.plugins.io.async_io.AsyncCheckpointIO`.
 
     Args:
-        checkpoint_io: What saves, loads and removes; by default what the strategy uses otherwise.
-        max_in_flight: As there.
-        when_busy: As there.
-        on_error: As there.
+        checkpoint_io: The plugin that saves, loads and removes; by default the one that the strategy uses otherwise.
+        max_in_flight: The number of saves that may be in flight at a time.
+        when_busy: ``"wait"`` or ``"skip"``, for a save that comes when there are as many.
+        on_error: ``"raise"`` or ``"warn"``, for a save that failed.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class AsyncCheckpointIO(_AsyncCheckpointIO, _WrappingCheckpointIO):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What saves, loads and removes."""
+        """The plugin that saves, loads and removes."""
         return _AsyncCheckpointIO.checkpoint_io.fget(self)  # type: ignore[attr-defined, no-any-return]
 
     @checkpoint_io.setter
