@@ -1,4 +1,4 @@
-"""``lightning`` and ``pytorch-lightning`` hold the same code under two names, and are installed separately."""
+"""A warning for the twins ``lightning`` and ``pytorch-lightning``, the same code, if one is ours and one is stock."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -17,14 +17,8 @@ from lightning.fabric.storage.background.saver import saver_of, saves_here, stat
 from lightning.fabric.storage.collectives.errors import together_in
 from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from lightning.pytorch.callbacks import tracked_saves
 from lightning.pytorch.callbacks.first_error import behind
-from lightning.pytorch.callbacks.tracked_saves import (
-    agree,
-    apply_outcomes,
-    history_of,
-    saves_in_background,
-    with_history,
-)
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -38,7 +32,7 @@ _SIGTERM, _SETTLED = 1, 2
 
 def flags_before_step(trainer: "Trainer") -> int:
     """Returns the flags of this rank, of which those of rank zero are broadcast before a step."""
-    has_settled = saves_in_background(trainer) and pending.news() is not None
+    has_settled = tracked_saves.saves_in_background(trainer) and pending.news() is not None
     return _SIGTERM * bool(getattr(trainer, "received_sigterm", False)) + _SETTLED * has_settled
 
 
@@ -76,8 +70,8 @@ def _settle_and_agree(trainer: "Trainer", settle: Callable[[], None]) -> None:
             settle()
         except Exception as error:
             failed = error
-    for callback in with_history(trainer):
-        agree(callback, trainer)
+    for callback in tracked_saves.with_history(trainer):
+        tracked_saves.agree(callback, trainer)
     with together_in(trainer.strategy, doing):
         if failed is not None:
             raise failed
@@ -103,12 +97,12 @@ def begin(callback: "ModelCheckpoint", trainer: "Trainer") -> None:
     Raises:
         OSError: An earlier save has failed. Every rank raises it.
     """
-    if saves_in_background(trainer):
+    if tracked_saves.saves_in_background(trainer):
         if _are_steps_together(trainer) and not trainer.interrupted:
             _settle_together(trainer)
         else:
-            agree(callback, trainer)
-    history_of(callback).begin(callback)
+            tracked_saves.agree(callback, trainer)
+    tracked_saves.history_of(callback).begin(callback)
 
 
 def drain(trainer: "Trainer") -> None:
@@ -117,7 +111,7 @@ def drain(trainer: "Trainer") -> None:
     Raises:
         OSError: A checkpoint could not be saved; or whatever else the reason was. Every rank raises it.
     """
-    if saves_in_background(trainer):
+    if tracked_saves.saves_in_background(trainer):
         _settle_and_agree(trainer, pending.drain)
 
 
@@ -166,12 +160,12 @@ def finalize_failed(trainer: "Trainer", exception: BaseException) -> None:
     """
     with behind(exception):
         pending.drain()
-    for callback in with_history(trainer):
-        history = history_of(callback)
+    for callback in tracked_saves.with_history(trainer):
+        history = tracked_saves.history_of(callback)
         # a rank that only waited for others cannot know, and what has been given up is not there
         outcomes = {number: entry.is_durable for number, entry in history.pending.items()}
         with behind(exception):
-            apply_outcomes(callback, trainer, outcomes)
+            tracked_saves.apply_outcomes(callback, trainer, outcomes)
         history.before = None
     with behind(exception):
         pending.drain()  # of what has been removed since

@@ -16,6 +16,7 @@ from lightning.fabric.storage.background.saver import saver_of
 from lightning.fabric.storage.collectives.errors import together_in
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.redact import redact
+from lightning.pytorch.callbacks import checkpoint_places
 from lightning.pytorch.callbacks.checkpoint_history import (
     Entry,
     History,
@@ -24,13 +25,6 @@ from lightning.pytorch.callbacks.checkpoint_history import (
     paths_in,
     undo,
     undone_if_it_fails,
-)
-from lightning.pytorch.callbacks.checkpoint_places import (
-    can_be_linked_to,
-    copy_as_last,
-    detach,
-    is_saved,
-    make_link,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +69,7 @@ def _saving(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> Itera
     """Tracks the saves that a body begins at ``path``; the target is their entry."""
     entry = Entry(path, {})
     if trainer.is_global_zero:
-        detach(path)
+        checkpoint_places.detach(path)
     history = history_of(callback)
     if not saves_in_background(trainer):
         with undone_if_it_fails(callback, history):
@@ -145,7 +139,7 @@ def apply_outcomes(callback: "ModelCheckpoint", trainer: "Trainer", outcomes: di
 def _finish(callback: "ModelCheckpoint", trainer: "Trainer", entry: Entry) -> None:
     """Does the work that was put off until a save is durable, unless it is done."""
     if entry.link and not entry.is_linked and trainer.is_global_zero:
-        make_link(entry.path, entry.link)
+        checkpoint_places.make_link(entry.path, entry.link)
     entry.is_linked = True
     removals, entry.removals = entry.removals, []
     _remove_now(callback, trainer, removals)
@@ -170,7 +164,7 @@ def link(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> None:
     once more.
     """
     target = callback._last_checkpoint_saved
-    if not can_be_linked_to(trainer, target):
+    if not checkpoint_places.can_be_linked_to(trainer, target):
         if target != path:
             callback._save_checkpoint(trainer, path)
         return
@@ -179,7 +173,7 @@ def link(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> None:
     history.last = last
     with undone_if_it_fails(callback, history) if last is None else nullcontext():
         if not is_local:
-            copy_as_last(callback, trainer, path, is_durable=last is None)
+            checkpoint_places.copy_as_last(callback, trainer, path, is_durable=last is None)
         elif last is None:
             callback._link_checkpoint(trainer, target, path)
     if last is None:
@@ -216,5 +210,5 @@ def file_exists(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> b
     with together_in(trainer.strategy, f"looking for {redact(path)}"):
         exists = trainer.is_global_zero and pending.will_exist(path)
         if exists is None:
-            exists = is_saved(callback, trainer, path)
+            exists = checkpoint_places.is_saved(callback, trainer, path)
     return trainer.strategy.reduce_boolean_decision(exists, all=False)

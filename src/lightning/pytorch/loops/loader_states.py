@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from lightning.fabric.storage.collectives.channel import training_channel
-from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 #: The keys of the states of rank zero's loaders, which is Lightning's, and of those of all ranks.
@@ -50,16 +49,15 @@ def of_this_rank(state: dict[str, Any]) -> list[dict[str, Any]]:
     of_ranks = state.get(_OF_RANKS)
     if not of_ranks:
         return own
-    rank, world = 0, 1
-    if _distributed_is_initialized():
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if world != len(of_ranks):
+    channel = training_channel()
+    if channel.world_size != len(of_ranks):
         rank_zero_warn(
-            f"The checkpoint has the state of the data loaders of {len(of_ranks)} ranks, and these are {world}: each of"
-            " them goes on from that of rank zero, so that some of the data may be seen twice and some not at all."
+            f"The checkpoint has the state of the data loaders of {len(of_ranks)} ranks, and these are"
+            f" {channel.world_size}: each of them goes on from that of rank zero, so that some of the data may be seen"
+            " twice and some not at all."
         )
         return own
-    return list(of_ranks[rank])
+    return list(of_ranks[channel.rank])
 
 
 def _pickled(states: Any) -> bytes:

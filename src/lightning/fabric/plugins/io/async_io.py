@@ -22,8 +22,7 @@ class AsyncCheckpointIO(CheckpointIO):
     A save returns when the state has been copied to host memory, which is allocated once. Saves and removals are done
     one after the other in a thread; a checkpoint is removed only when the one that replaces it has been saved. What
     fails is raised at the next step boundary (or by :meth:`drain`, or the next save), once; with the Trainer, by all
-    Loading waits for everything in flight for everything that is on its way, and so do the end of training and of the
-    interpreter.
+    Loading waits for everything in flight, and so do the end of training and of the interpreter.
 
     Args:
         checkpoint_io: The plugin that saves, loads and removes; by default a

@@ -1,4 +1,4 @@
-"""The places of checkpoints that every rank saves: what is found there, a folder of shards or one full file.
+"""The places of checkpoints that every rank saves, each a folder of shards or one full file.
 
 :mod:`~lightning.fabric.storage.sharded.metadata_file` says when a folder is complete. On an object store a full file
 and a folder can have the same name: while both exist, the folder counts.
@@ -44,7 +44,7 @@ def locate_checkpoint(path: AnyPath, options: Mapping[str, Any] | None = None) -
 
 @dataclasses.dataclass(frozen=True)
 class FoundCheckpoint(os.PathLike[str]):
-    """The result of looking at a path when a load begins, which stands for the path until the load ends.
+    """A checkpoint that was found at a path when a load began, and stands for the path until the load ends.
 
     Attributes:
         place: The place.
@@ -67,7 +67,7 @@ class FoundCheckpoint(os.PathLike[str]):
 
 
 def find_checkpoint(path: AnyPath, weights_only: bool | None = None) -> FoundCheckpoint:
-    """Finds what there is to load once all saves in flight have ended; a collective call, in which rank zero looks.
+    """Finds the checkpoint at a path once all saves in flight have ended; a collective call, in which rank zero looks.
 
     A checkpoint that is replaced afterwards makes the load fail, but not mix the old one and the new one.
 

@@ -38,7 +38,7 @@ def load_full(path: _Path, apart: Collection[str] | None = None) -> Any:
             rank needs of them. Until then they are on the meta device. None stands for all keys.
 
     Returns:
-        The object in the file. If there are no other ranks, or this release of torch does not tell where tensors are,
+        The object in the file. If there are no other ranks, or this release of torch does not give the offsets,
         all of it is loaded.
 
     Raises:
@@ -63,7 +63,7 @@ def load_full(path: _Path, apart: Collection[str] | None = None) -> Any:
 
 
 def load_module(state: dict[str, Any], module: torch.nn.Module, strict: bool) -> bool:
-    """Loads into a distributed module what this rank keeps of it; a collective call.
+    """Loads this rank's part of a distributed module; a collective call.
 
     Args:
         state: The state of the module, from :func:`load_full`.
@@ -98,7 +98,7 @@ def load_module(state: dict[str, Any], module: torch.nn.Module, strict: bool) ->
 
 
 def load_own(state: dict[str, Any], module: torch.nn.Module, strict: bool) -> dict[str, Any] | None:
-    """Loads into a module what this rank keeps of it, if its parameters are DTensors; a collective call.
+    """Loads this rank's part of a module, if its parameters are DTensors; a collective call.
 
     Args:
         state: The state of the module, from :func:`load_full`.
@@ -121,7 +121,7 @@ def load_own(state: dict[str, Any], module: torch.nn.Module, strict: bool) -> di
 def load_optimizer(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], strict: bool
 ) -> None:
-    """Loads what this rank keeps of an optimizer's state; a collective call.
+    """Loads this rank's part of an optimizer's state; a collective call.
 
     Args:
         module: The module that is optimized, whose parameters are DTensors.
@@ -148,7 +148,7 @@ def load_optimizer(
 
 
 def filled_together(tree: Any, path: AnyPath) -> Any:
-    """Returns what :func:`filled` does, of the file at ``path``; a collective call that all ranks leave together.
+    """Fills a collection as :func:`filled` does, from the file at ``path``; a collective call.
 
     Raises:
         OSError: A rank could not read. Every rank raises it.

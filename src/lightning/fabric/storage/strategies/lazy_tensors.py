@@ -98,11 +98,7 @@ def read_parts(state: dict[_Key, Any], own: dict[_Key, Any]) -> dict[_Key, Any]:
     direct = {name: state[name] for name in own if _is_unread(state[name]) and state[name].is_contiguous()}
     if direct:
         ranges = {
-            name: _TensorRange(
-                _start_of(value) + value.storage_offset() * value.itemsize,
-                value.dtype,
-                value.size(),
-            )
+            name: _TensorRange(_start_of(value) + value.storage_offset() * value.itemsize, value.dtype, value.size())
             for name, value in direct.items()
         }
         file: OpenedFile = getattr(next(iter(direct.values())).untyped_storage(), _MARK)

@@ -4,7 +4,7 @@ torch.distributed.checkpoint loads into the tensors that there are. A module may
 buffer that has grown, a list of tensors, an optimizer's state that does not exist yet.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +33,7 @@ def entries_of(metadata: "Metadata", key: str) -> dict[tuple[Any, ...], Any]:
 
 
 def fit_module_state(state: dict[str, Any], entries: Mapping[tuple[Any, ...], Any], module: nn.Module) -> None:
-    """Makes room in a module's state for what the checkpoint has of it.
+    """Adapts a module's state to its entries in a checkpoint.
 
     Args:
         state: The module's state by names; an entry that the checkpoint does not fit into is replaced.
@@ -115,11 +115,17 @@ def replace_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
         module: The module.
         state: The state that it is about to load, by names.
     """
+    for name, part, own in _buffers_of(module):
+        value, buffer = state.get(name), part._buffers[own]
+        if isinstance(value, Tensor) and buffer is not None and not _is_copied(buffer):
+            part._buffers[own] = value.detach().clone().to(buffer.device)
+
+
+def _buffers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yields for each buffer its name in checkpoints, the module that has it, and its name there."""
     for path, part in parts_of(module).items():
-        for own, buffer in part._buffers.items():
-            value = state.get(f"{path}.{own}" if path else own)
-            if isinstance(value, Tensor) and buffer is not None and not _is_copied(buffer):
-                part._buffers[own] = value.detach().clone().to(buffer.device)
+        for own in part._buffers:
+            yield f"{path}.{own}" if path else own, part, own
 
 
 def _is_copied(buffer: Tensor) -> bool:
@@ -132,19 +138,17 @@ def refuse_unloadable(module: nn.Module) -> None:
     Raises:
         ValueError: There is such a buffer; the message names it.
     """
-    for path, part in parts_of(module).items():
-        for own in part._buffers.keys() - part._non_persistent_buffers_set:
-            buffer = part._buffers[own]
-            name = f"{path}.{own}" if path else own
-            if buffer is None:
-                continue
-            if buffer.is_nested:
-                raise ValueError(
-                    f"The buffer {name!r} is a nested tensor, which a module cannot load. Register its `values()` and"
-                    " `offsets()`, or make it non-persistent."
-                )
-            if buffer.is_meta:
-                raise ValueError(
-                    f"The buffer {name!r} is on the meta device, so that there is nothing to save of it. Give it"
-                    " values, or make it non-persistent."
-                )
+    for name, part, own in _buffers_of(module):
+        buffer = part._buffers[own]
+        if buffer is None or own in part._non_persistent_buffers_set:
+            continue
+        if buffer.is_nested:
+            raise ValueError(
+                f"The buffer {name!r} is a nested tensor, which a module cannot load. Register its `values()` and"
+                " `offsets()`, or make it non-persistent."
+            )
+        if buffer.is_meta:
+            raise ValueError(
+                f"The buffer {name!r} is on the meta device, so that there is nothing to save of it. Give it"
+                " values, or make it non-persistent."
+            )

@@ -1,11 +1,9 @@
 """Checkpoints of the model-parallel strategies (FSDP2 and tensor parallelism), whose parameters are DTensors."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from lightning.fabric.storage.paths.location import AnyPath
 from lightning.fabric.storage.strategies import full_state, load_targets, optimizer_state
@@ -28,8 +26,6 @@ from lightning.fabric.storage.strategies.state import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
     from lightning.fabric.strategies import ModelParallelStrategy
 
@@ -59,26 +55,23 @@ def save_state(
     checkpoint_io: "CheckpointIO | None" = None,
 ) -> None:
     """Saves as :func:`save`; ``full`` makes one file, and ``checkpoint_io`` is the strategy's plugin."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
     from lightning.fabric.strategies.model_parallel import _has_dtensor_modules
 
     place = locate_checkpoint(path)
     if full:
         refuse_folder(place)
     module = distributed_model(state, _has_dtensor_modules, "distributed").module
-    options = StateDictOptions(full_state_dict=full)
     tensors, rest = state_dicts(
         state,
         lambda part: module_state(part, full),
-        lambda optimizer: state_of_optimizer(module, optimizer, options),
+        lambda optimizer: optimizer_state.state_of(module, optimizer, full),
         filters,
     )
     (save_full if full else save_sharded)(tensors, rest, place, checkpoint_io)
 
 
 def module_state(module: Module, full: bool) -> dict[str, Any]:
-    """Returns what is saved of a module; a collective call. Shards stay on their device until the writer asks for them.
+    """Returns the state of a module; a collective call. Shards stay on their device until the writer asks for them.
 
     Args:
         module: The module.
@@ -91,12 +84,6 @@ def module_state(module: Module, full: bool) -> dict[str, Any]:
 
     load_targets.refuse_unloadable(module)
     return get_model_state_dict(module, options=StateDictOptions(full_state_dict=full, cpu_offload=full))
-
-
-def state_of_optimizer(module: Module, optimizer: Optimizer, options: "StateDictOptions") -> dict[str, Any]:
-    """Returns what is saved of an optimizer, as :func:`module_state`; ``options`` say whether to gather it."""
-    options = dataclasses.replace(options, cpu_offload=options.full_state_dict)
-    return optimizer_state.state_of(module, optimizer, options)
 
 
 def load_state(

@@ -16,7 +16,6 @@ from lightning.fabric.storage.strategies.load_targets import clean_name, entries
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 State = dict[str, Any]
 
@@ -26,23 +25,29 @@ def names_of(module: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: clean_name(name) for name, parameter in module.named_parameters()}
 
 
-def state_of(module: nn.Module, optimizer: Optimizer, options: "StateDictOptions") -> State:
+def state_of(module: nn.Module, optimizer: Optimizer, full: bool) -> State:
     """Returns the state that torch's ``get_optimizer_state_dict`` does, without changing the optimizer.
 
-    It is a collective call.
+    It is a collective call. Shards stay on their device until the writer asks for them.
+
+    Args:
+        module: The module that is optimized.
+        optimizer: The optimizer.
+        full: Whether to gather all of the state on rank zero, in host memory.
 
     Raises:
         ValueError: The optimizer has a parameter that the module has not.
     """
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
     names = names_of(module)
     for group in optimizer.param_groups:
         if any(parameter not in names for parameter in group["params"]):
             raise ValueError("The optimizer has a parameter that is not one of the model, so that it cannot be saved")
     if optimizer.state:
+        options = StateDictOptions(full_state_dict=full, cpu_offload=full)
         return get_optimizer_state_dict(module, optimizer, options=options)
-    if options.full_state_dict and options.cpu_offload and torch.distributed.get_rank() != 0:
+    if full and torch.distributed.get_rank() != 0:
         return {}
     groups = [{**group, "params": [names[of] for of in group["params"]]} for group in optimizer.param_groups]
     return {"state": {}, "param_groups": groups}

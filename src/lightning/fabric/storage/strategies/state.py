@@ -37,7 +37,7 @@ def distributed_model(
 
     Args:
         state: Objects by their keys in the checkpoint.
-        is_distributed: Tells whether an object is such a model.
+        is_distributed: A predicate on objects: whether one is such a model.
         kind: The word for such a model, for errors.
 
     Raises:
@@ -62,7 +62,7 @@ def state_dicts(
     of_optimizer: Callable[[Optimizer], dict[str, Any]],
     filters: Filters | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Asks each object of a state for what is saved of it.
+    """Returns the states of the objects of a state.
 
     Args:
         state: Objects by their keys in the checkpoint.
@@ -92,7 +92,7 @@ def state_dicts(
 def restore_rest(
     saved: dict[str, Any], state: dict[str, Any], model: DistributedModel, strict: bool, into_objects: bool
 ) -> dict[str, Any]:
-    """Moves from a checkpoint into a state what is neither a distributed model nor an optimizer.
+    """Moves the rest of a checkpoint, beside a distributed model and its optimizers, into a state.
 
     Args:
         saved: The checkpoint without model and optimizers.

@@ -2,8 +2,6 @@
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.async_io import AsyncCheckpointIO as _AsyncCheckpointIO
-from lightning.fabric.storage.background.queue import OnError
-from lightning.fabric.storage.background.saver import WhenBusy
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 
@@ -16,19 +14,6 @@ class AsyncCheckpointIO(_AsyncCheckpointIO, _WrappingCheckpointIO):
         when_busy: ``"wait"`` or ``"skip"``, for a save that comes when there are as many.
         on_error: ``"raise"`` or ``"warn"``, for a save that failed.
     """
-
-    def __init__(
-        self,
-        checkpoint_io: CheckpointIO | None = None,
-        *,
-        max_in_flight: int = 1,
-        when_busy: WhenBusy = "wait",
-        on_error: OnError = "raise",
-    ) -> None:
-        _AsyncCheckpointIO.__init__(
-            self, checkpoint_io, max_in_flight=max_in_flight, when_busy=when_busy, on_error=on_error
-        )
-        _WrappingCheckpointIO.__init__(self, checkpoint_io)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
