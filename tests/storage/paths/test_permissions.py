@@ -14,7 +14,9 @@ from gcsfs import GCSFileSystem
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
+from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.tools.discover import names_in
+from lightning.fabric.storage.tools.verify import verify
 from tests.servers import SECRET, Bucket, Refusal
 from tests.servers.proxy import Proxy, proxy_before
 
@@ -72,8 +74,8 @@ def test_s3_names_the_permission(bucket: Bucket, do: Callable[[str], Any], metho
     with bucket.refusing(lambda asked, path: DENIED if asked == method else None):
         text = message(do, url)
     assert f"the permission `{permission}`" in text
-    assert "Set AWS_ACCESS_KEY_ID" not in text
-    assert ("credentials are not valid, or need" in text) == (method == "HEAD")
+    assert ("the credentials may be wrong, or lack" in text) == (method == "HEAD")
+    assert ("Set AWS_ACCESS_KEY_ID" in text) == (method == "HEAD")
 
 
 @of_each_action
@@ -106,6 +108,17 @@ def test_wrong_keys_of_s3_are_to_be_set(
         text = message(do, url)
     assert "AWS_ACCESS_KEY_ID" in text
     assert permission not in text
+
+
+@pytest.mark.parametrize("folder", ["", "/run"])
+def test_verifying_with_a_wrong_key_which_no_answer_names_says_what_to_set_and_to_grant(
+    bucket: Bucket, folder: str
+) -> None:
+    wrong = Refusal.of_s3(403, "SignatureDoesNotMatch", "The request signature we calculated does not match.")
+    with bucket.refusing(lambda asked, path: wrong), pytest.raises(PermissionError) as raised:
+        verify(locate(f"{bucket.url}{folder}"))
+    assert "the credentials may be wrong, or lack the permission `s3:GetObject`" in str(raised.value)
+    assert "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in str(raised.value)
 
 
 def test_an_upload_that_may_not_be_aborted_names_the_permission(bucket: Bucket, caplog: Any) -> None:
@@ -167,7 +180,7 @@ def test_azure_names_the_role(
         text = message(do, "az://some/run/x.ckpt")
     assert f"`Storage Blob Data {role}`" in text
     assert permission in text
-    assert "Set AZURE" not in text
+    assert ("Set AZURE" in text) == ("does not say why" in text)
 
 
 def test_wrong_keys_of_azure_are_to_be_set(nobody: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,9 @@ def about_permission(url: str, action: str, is_unexplained: bool) -> str:
     if not permission:
         return ""
     if is_unexplained:
-        return f" The store does not say why: the credentials are not valid, or need {permission}."
+        return (
+            f" The store does not say why: the credentials may be wrong, or lack {permission}.{about_credentials(url)}"
+        )
     return f" The credentials are valid. Grant them {permission}."
 
 

@@ -10,7 +10,14 @@ from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport import multipart
 from lightning.fabric.storage.transport.refusals import about_refusal, lacks_credentials
-from lightning.fabric.storage.transport.retry import attempts_of, chain, have_expired, is_transient, status_of
+from lightning.fabric.storage.transport.retry import (
+    KINDS_BY_STATUS,
+    attempts_of,
+    chain,
+    have_expired,
+    is_transient,
+    status_of,
+)
 
 _KINDS = (
     PermissionError,
@@ -22,12 +29,11 @@ _KINDS = (
     ConnectionError,
 )
 _UNKNOWN_METHOD = 405
-_KINDS_BY_STATUS = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
 
 
 @contextmanager
 def failures_named(verb: str, place: Place) -> Iterator[None]:
-    """For a body that does something with the file at ``place``: its errors name that, see :func:`failure`."""
+    """Raises the errors of the body, which works on the file at ``place``, as :func:`failure` words them."""
     with context_kept():
         try:
             yield
@@ -37,7 +43,7 @@ def failures_named(verb: str, place: Place) -> Iterator[None]:
 
 @contextmanager
 def questions_named(place: Place, verb: str = "look at") -> Iterator[None]:
-    """For a body that asks what is at ``place``: its errors name that, unless they say that nothing is there."""
+    """Raises the errors of the body, which asks what is at ``place``, with its name, unless that nothing is there."""
     with context_kept():
         try:
             yield
@@ -57,24 +63,35 @@ def failure(verb: str, place: Place, cause: BaseException) -> OSError:
         place: The place.
         cause: The error of a client or of the system.
     """
-    status = next((status for error in chain(cause) if (status := status_of(error)) is not None), 0)
-    by_status = PermissionError if have_expired(cause) else _KINDS_BY_STATUS.get(status, OSError)
-    kind: type[OSError] = next((kind for kind in _KINDS if isinstance(cause, kind)), by_status)
-    if status == _UNKNOWN_METHOD:
-        kind = OSError  # which s3fs takes for a lack of permission
+    kind = _kind_of(cause)
     reason = redact(str(cause), place.raw).rstrip(".")
     if not isinstance(cause, OSError) or not reason:
         reason = f"{type(cause).__name__}: {reason}"
     if attempts_of(cause):
         reason += f" ({redact(attempts_of(cause))})"
-    end = ". What was there before, if anything, is unchanged." if verb == "write" else "."
+    if kind is FileNotFoundError and not place.is_local and place.lacks_bucket():
+        end = f" {about_bucket(place.raw)}."
+    else:
+        end = _what_is_there(verb, cause) + _advice(verb, kind, place, cause)
+    error = kind(f"Could not {verb} {place}: {reason}.{end}")
+    error.errno = getattr(cause, "errno", None)
+    return error
+
+
+def _kind_of(cause: BaseException) -> type[OSError]:
+    status = status_of(cause)
+    if status == _UNKNOWN_METHOD:  # which s3fs takes for a lack of permission
+        return OSError
+    by_status = PermissionError if have_expired(cause) else KINDS_BY_STATUS.get(status, OSError)
+    return next((kind for kind in _KINDS if isinstance(cause, kind)), by_status)
+
+
+def _what_is_there(verb: str, cause: BaseException) -> str:
     if multipart.has_unknown_outcome(cause):
-        end = (
-            ". It may have been written all the same: look at what is there. It is whole, be it the old one or the new."
+        return (
+            " It may have been written all the same: look at what is there. It is whole, be it the old one or the new."
         )
-    failure = kind(f"Could not {verb} {place}: {reason}{end}{_advice(verb, kind, place, cause)}")
-    failure.errno = getattr(cause, "errno", None)
-    return failure
+    return " What was there before, if anything, is unchanged." if verb == "write" else ""
 
 
 def unexplained(cause: BaseException) -> BaseException | None:
@@ -86,26 +103,22 @@ def unexplained(cause: BaseException) -> BaseException | None:
 
 
 def _advice(verb: str, kind: type[OSError], place: Place, cause: BaseException) -> str:
-    """Advice, where the cause is not a passing one, or one of this machine's."""
+    """Returns advice, where the cause is neither a passing one nor one of this machine's."""
     if place.is_local:
         return ""
     if have_expired(cause):
         return about_expiry(place.raw, place_of(place.resolve()[0]))
     if kind is PermissionError or lacks_credentials(cause):
         return about_refusal(place, verb, cause)
-    if kind is FileNotFoundError:
-        return f" {about_bucket(place.raw)}." if place.lacks_bucket() else ""
-    if is_transient(cause) and not any(status_of(error) for error in chain(cause)):
-        return about_endpoint(place.raw)
-    return ""
+    is_unanswered = kind is not FileNotFoundError and is_transient(cause) and status_of(cause) is None
+    return about_endpoint(place.raw) if is_unanswered else ""
 
 
 @contextmanager
 def context_kept() -> Iterator[None]:
-    """For a body that hides the causes of its errors, which their messages name (``raise ... from None``).
+    """Keeps what was being handled before the body as the context of its errors that are raised ``from None``.
 
-    They go on to show what was being handled when the body began, such as the error of training after which something
-    is saved. With ``from None`` that is hidden as well.
+    Such as the error of training after which something is saved: ``from None`` hides that together with the cause.
     """
     before = sys.exc_info()[1]
     try:

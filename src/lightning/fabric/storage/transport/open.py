@@ -31,11 +31,9 @@ from lightning.fabric.storage.transport.backends import (
 from lightning.fabric.storage.transport.backends.obstore_config import native_store
 from lightning.fabric.storage.transport.errors import context_kept, failure, failures_named, unexplained
 from lightning.fabric.storage.transport.ranged_file import RangedFile, Source
-from lightning.fabric.storage.transport.retry import chain, is_transient, retrying, status_of
+from lightning.fabric.storage.transport.retry import NO_SUCH_RANGE, is_transient, retrying, status_of
 from lightning.fabric.storage.transport.sink import GivenUp, Sink, uploading
 from lightning.fabric.storage.transport.upload import UploadBackend
-
-_NO_SUCH_RANGE = 416
 
 
 @contextmanager
@@ -196,7 +194,7 @@ class _Named(Source):
             return
         except Exception as error:
             failed = error
-        if is_transient(failed) or any(status_of(error) == _NO_SUCH_RANGE for error in chain(failed)):
+        if is_transient(failed) or status_of(failed) == NO_SUCH_RANGE:
             self._source.check()  # a range of another, shorter version would be tried again for minutes
         raise failed
 

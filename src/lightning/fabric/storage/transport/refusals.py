@@ -14,7 +14,7 @@ _LACK_OF_CREDENTIALS = (
 #: Messages of stores about unknown or missing credentials. Those that have expired are found elsewhere.
 _NOT_VALID = re.compile(
     r"SignatureDoesNotMatch|signature we calculated does not match|InvalidSecurity|InvalidAccessKeyId"
-    r"|AuthenticationFailed|NoAuthenticationInformation|Anonymous caller|status code: 401"
+    r"|AuthenticationFailed|NoAuthenticationInformation|Anonymous caller"
 )
 _OF_THE_CLOCK = re.compile(r"RequestTimeTooSkewed")
 #: How stores name the permission that is missing, and who lacks it: AWS, Google, and Google with conditions.
@@ -34,7 +34,7 @@ _ACTIONS = {
 
 
 def about_refusal(place: Place, action: str, cause: BaseException) -> str:
-    """Advice about a store's refusal, as sentences: set credentials only where there are none, or wrong ones.
+    """Returns advice about a store's refusal: to set credentials only where there are none, or wrong ones.
 
     Args:
         place: What was asked for.
@@ -61,18 +61,19 @@ def lacks_credentials(error: BaseException) -> bool:
 
 def are_invalid(error: BaseException) -> bool:
     """Returns whether a store says that it does not know the credentials, or that there are none."""
-    return (
-        lacks_credentials(error)
-        or any(status_of(cause) == 401 for cause in chain(error))
-        or _NOT_VALID.search(_text_of(error)) is not None
-    )
+    return lacks_credentials(error) or status_of(error) == 401 or _NOT_VALID.search(_text_of(error)) is not None
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Returns whether a store refuses what it was asked for, for whatever reason."""
+    status = status_of(error)
+    return any(isinstance(cause, PermissionError) for cause in chain(error)) if status is None else status in (401, 403)
 
 
 def lacks_permission(error: BaseException) -> bool:
     """Returns whether a store refuses what it was asked for, and not the credentials."""
-    refused = any(isinstance(cause, PermissionError) or status_of(cause) == 403 for cause in chain(error))
     of_clock = _OF_THE_CLOCK.search(_text_of(error)) is not None
-    return refused and not (of_clock or have_expired(error) or are_invalid(error))
+    return is_refusal(error) and not (of_clock or have_expired(error) or are_invalid(error))
 
 
 def _text_of(error: BaseException) -> str:
@@ -80,7 +81,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _action(text: str) -> str | None:
-    """The action of the request that was refused; what is listed by GET is asked of a bucket."""
+    """Returns the action of the request that was refused; what is listed by GET is asked of a bucket."""
     if re.search(r"performing GET \S*[?&](list-type|comp=list|prefix)", text):
         return "look at"
     found = re.search(r"when calling the (\w+) operation|Error performing (\w+) ", text)

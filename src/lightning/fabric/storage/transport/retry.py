@@ -21,6 +21,12 @@ DEADLINE_S = 180.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 15.0
 _STATUSES = (408, 429, 500, 502, 503, 504, 509, 529)
+#: The status about bytes that an object does not have.
+NO_SUCH_RANGE = 416
+#: The built-in errors for statuses that do not pass.
+KINDS_BY_STATUS = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
+#: Messages of obstore and of gcsfs, whose errors have no attribute for the status.
+_STATUS_IN_TEXT = re.compile(r"status code: (\d{3})|^Forbidden: ")
 #: Errors of clients that come without a status: the connection broke, or nothing came in time.
 _BROKEN_CONNECTIONS = {
     "aiohttp": ("ClientConnectionError", "ClientPayloadError", "ServerTimeoutError"),
@@ -54,7 +60,7 @@ class Retry:
         self._renewed = False
 
     def pause_after(self, error: Exception) -> float:
-        """The seconds to wait before the next attempt.
+        """Returns the seconds to wait before the next attempt.
 
         Raises:
             Exception: ``error``, if there is to be no other attempt, with what :func:`attempts_of` returns.
@@ -94,7 +100,7 @@ def retrying(what: str, operation: Callable[[], _T]) -> _T:
 
 
 async def retrying_async(what: str, operation: Callable[[], Awaitable[_T]]) -> _T:
-    """As :func:`retrying`."""
+    """Returns the result of a coroutine function that is called again as by :func:`retrying`."""
     retry = Retry(what)
     while True:
         try:
@@ -116,7 +122,7 @@ def have_expired(error: BaseException) -> bool:
 def is_transient(error: BaseException) -> bool:
     """Returns whether the same request may succeed a moment later."""
     for cause in chain(error):
-        if (status := status_of(cause)) is not None:
+        if (status := _own_status(cause)) is not None:
             return status in _STATUSES
         if isinstance(cause, (ConnectionError, TimeoutError)):
             return True
@@ -127,7 +133,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and its causes: clients of stores wrap what says most."""
+    """Yields the error and its causes: clients of stores wrap what says most."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -136,9 +142,13 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status that a client's error carries, each in its own way."""
-    if type(error) is OSError and str(error).startswith("Forbidden: "):
-        return 403  # of gcsfs, which says no more
+    """Returns the HTTP status that a client's error, or else the first of its causes, carries."""
+    return next((status for cause in chain(error) if (status := _own_status(cause)) is not None), None)
+
+
+def _own_status(error: BaseException) -> int | None:
+    if isinstance(error, OSError) and (found := _STATUS_IN_TEXT.search(str(error))) is not None:
+        return int(found[1] or 403)
     response = getattr(error, "response", None)
     metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
     candidates: list[Any] = [metadata.get("HTTPStatusCode")]

@@ -18,7 +18,8 @@ from lightning.fabric.storage.transport.backends.s3fs import MultipartUpload
 from lightning.fabric.storage.transport.errors import failures_named, questions_named
 from lightning.fabric.storage.transport.multipart import part_size
 from lightning.fabric.storage.transport.open import open_reader, open_writer
-from lightning.fabric.storage.transport.retry import chain, retrying, retrying_async, status_of
+from lightning.fabric.storage.transport.refusals import is_refusal
+from lightning.fabric.storage.transport.retry import retrying, retrying_async
 from lightning.fabric.storage.transport.threads import Call
 from lightning.fabric.storage.transport.upload import LARGEST_PIECE
 
@@ -34,8 +35,6 @@ _PARTS_IN_FLIGHT = 16
 _POLL_S = 0.2
 #: After that long without progress a copy that Azure makes has failed.
 _STANDSTILL_S = 180.0
-#: Answers to who may not do what is asked for. Any other failure is one of the copy.
-_REFUSALS = (401, 403)
 
 
 def copy_file(source: Place, target: Place) -> None:
@@ -57,7 +56,7 @@ def copy_file(source: Place, target: Place) -> None:
             try:
                 problem = copier()
             except Exception as error:
-                if _is_refusal(error):
+                if is_refusal(error):  # any other failure is one of the copy
                     raise
                 log.info(f"The bytes of {target} pass through this machine: {redact(str(error))}")
             else:
@@ -73,11 +72,6 @@ def copy_file(source: Place, target: Place) -> None:
         if not problem:
             raise
         raise OSError(f"{target} is no whole copy of {source}, and must not be used: {problem}") from error
-
-
-def _is_refusal(error: BaseException) -> bool:
-    status = next((status for cause in chain(error) if (status := status_of(cause)) is not None), None)
-    return isinstance(error, PermissionError) if status is None else status in _REFUSALS
 
 
 def _copier(source: Place, target: Place) -> Callable[[], str] | None:
@@ -168,7 +162,7 @@ async def _copied_in_parts(fs: "S3FileSystem", path: str, copy: str, size: int) 
 
 
 async def _all(calls: list[Awaitable[Any]]) -> list[Any]:
-    """The results of all calls. If one fails, none goes on."""
+    """Returns the results of all calls. If one fails, none goes on."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)

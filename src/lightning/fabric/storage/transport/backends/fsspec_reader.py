@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning.fabric.storage.paths.filesystem import info_of
 from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport.ranged_file import REPLACED, Source
-from lightning.fabric.storage.transport.retry import chain, retrying, status_of
+from lightning.fabric.storage.transport.retry import NO_SUCH_RANGE, chain, retrying, status_of
 from lightning.fabric.storage.transport.threads import Call
 
 #: Bytes that are asked for at once where requests are small.
@@ -110,7 +110,7 @@ class FsspecSource(Source):
 
 
 def _whole_website(fs: Any, path: str) -> memoryview | None:
-    """The file, if its server does not serve ranges: asked for one byte, it sends all of them. It may not tell before.
+    """Returns the file, if its server serves no ranges: asked for one byte, it sends all. It may not tell before.
 
     Raises:
         Exception: aiohttp's own error. That of ``fs.info`` is a FileNotFoundError, whatever the reason is.
@@ -119,7 +119,7 @@ def _whole_website(fs: Any, path: str) -> memoryview | None:
     try:
         data = retrying(what, lambda: fs.cat_file(path, start=0, end=1))
     except Exception as error:
-        if status_of(error) != 416:  # there is no first byte
+        if status_of(error) != NO_SUCH_RANGE:  # there is no first byte
             raise
         return memoryview(b"")
     if len(data) == 1:

@@ -2,6 +2,8 @@
 
 import re
 
+from lightning.fabric.storage.transport.retry import KINDS_BY_STATUS, status_of
+
 #: Codes that come with the same statuses, and say nothing of what a store knows.
 _OF_THE_MOMENT = (
     r"\b(ExpiredToken|InvalidToken|TokenRefreshRequired|RequestExpired|RequestTimeTooSkewed|RequestTimeout)\b"
@@ -21,44 +23,31 @@ def is_unsupported(error: Exception) -> bool:
     text = str(error)
     if type(error) is not OSError or re.search(_OF_THE_MOMENT, text):
         return False
-    status = _status(text)
+    status = status_of(error)
     # an answer to HEAD, which has no text, does not tell what is wrong
     return status is None or (status in _UNKNOWN and not re.search(r"performing HEAD .* 400 Bad Request", text))
 
 
 def may_be_for_metadata(error: Exception) -> bool:
     """Returns whether a store may have refused a request for the metadata in it; ``error`` is as :func:`translated`."""
-    status = _status(str(error)) or 0
+    status = status_of(error) or 0
     return 400 <= status < 500 and status not in _NOT_FOR_METADATA and not re.search(_OF_THE_MOMENT, str(error))
 
 
-def is_out_of_range(error: Exception) -> bool:
-    """Returns whether an object has no such bytes; ``error`` is as :func:`translated`."""
-    return _status(str(error)) == 416
-
-
-def _status(text: str) -> int | None:
-    found = re.search(r"status code: (\d+)", text)  # all that an error of a writer has
-    return None if found is None else int(found[1])
-
-
 def translated(error: Exception) -> Exception:
-    """The built-in error that says the same, in as many words as it takes."""
+    """Returns the built-in error that says the same, in as many words as it takes."""
     from obstore import exceptions
 
     if not isinstance(error, (exceptions.BaseError, OSError)):
         return error
     text = _shortened(str(error))
-    status = _status(text)
-    if status in (401, 403):
-        return PermissionError(text)
-    if status == 404:
-        return FileNotFoundError(text)
-    return ConnectionError(text) if "HTTP error" in text else OSError(text)
+    # all that an error of a writer has of the status is in its text
+    kind = KINDS_BY_STATUS.get(status_of(OSError(text)), ConnectionError if "HTTP error" in text else OSError)
+    return kind(text)
 
 
 def _shortened(text: str) -> str:
-    """Obstore's message without the internals that follow on it, but for the system's own words among them."""
+    """Returns obstore's message without the internals that follow on it, but for the system's own words among them."""
     message, _, internals = text.partition("\n\nDebug source")
     message = re.sub(r", max_retries: \d+, retry_timeout: \w+", "", message)
     message, found, answer = message.partition("<?xml")

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning.fabric.storage.transport import retry
 from lightning.fabric.storage.transport.backends import fsspec_reader
 from lightning.fabric.storage.transport.backends.obstore_config import leave_to_client
-from lightning.fabric.storage.transport.backends.obstore_errors import is_out_of_range, is_unsupported, translated
+from lightning.fabric.storage.transport.backends.obstore_errors import is_unsupported, translated
 from lightning.fabric.storage.transport.ranged_file import REPLACED, Source
 from lightning.fabric.storage.transport.threads import in_thread, wait_until_done
 
@@ -82,7 +82,7 @@ class ObstoreSource(Source):
                 raise
             except Exception as error:
                 reason = translated(error)
-                if is_out_of_range(reason):
+                if retry.status_of(reason) == retry.NO_SUCH_RANGE:
                     self._check_version()  # a shorter one
                 if not is_unsupported(reason):
                     raise reason from error
