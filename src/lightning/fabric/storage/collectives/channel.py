@@ -1,9 +1,9 @@
-"""Where the ranks of a job wait for each other's work on storage, which may take longer than a collective call may.
+"""Waits of ranks for each other's work on storage, which may take longer than a collective call may.
 
-A rank that has done its part does not wait in a collective call, whose time is limited. All ranks meet about twice a
-second, by a thread of each, until every one has said that it has done its part. So nobody's time runs out while a slow
-store takes bytes; a rank that was killed is missed at the next group; and of one that makes no progress for
-:data:`PATIENCE` all ranks are told in the same call.
+A rank that has done its part does not wait in a collective call, whose time is limited. A thread of each rank exchanges
+their states about twice a second, until all have done their part. So nobody's time runs out while a slow store takes
+bytes; a rank that was killed shows in the next round; and one that makes no progress for :data:`PATIENCE` is an error
+on all ranks.
 """
 
 import time
@@ -26,35 +26,33 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: How long ranks wait for one that makes no progress, or does not come to where the others are. It is as long as
-#: Lightning lets a collective call take; if the strategy lets it take longer, they wait as long as that.
+#: The longest wait for a rank that makes no progress, or does not come to where the others are: the time that Lightning
+#: lets a collective call take, or the strategy's if that is longer.
 PATIENCE = timedelta(minutes=30)
-#: How often, in seconds, a rank that is at work meets the others.
+#: Seconds between two exchanges of states.
 _ROUND_S = 0.5
 
-#: What a rank reports of itself in a gather.
+#: The states of a rank.
 _AT_WORK, _DONE, _FAILED, _STUCK, _LEFT = range(5)
 
 
 class RankGone(RuntimeError):
-    """Another rank has died, or cannot be reached. The cause says how that showed."""
+    """Another rank has died, or cannot be reached. The cause is the error of the collective call that showed it."""
 
 
 class Channel:
-    """A process group of all ranks, for what they say of storage in one thread; nothing if there is but one rank.
+    """A process group of all ranks for one thread's collective calls about storage; nothing if there is but one rank.
 
     To make one is a collective call. The group is one of gloo whatever training uses: it notices at once that a process
     has died, and NCCL does not.
 
     Args:
-        in_background: Whether the thread is one that the thread that trains may wait for.
+        in_background: The thread is one that the thread that trains may wait for.
     """
 
     def __init__(self, in_background: bool = False) -> None:
         self.in_background = in_background
-        distributed = _distributed_is_initialized()
-        self.rank = torch.distributed.get_rank() if distributed else 0
-        self.world_size = torch.distributed.get_world_size() if distributed else 1
+        self.rank, self.world_size = rank_and_world_size()
         self.group: ProcessGroup | None = None
         self.patience = PATIENCE
         if self.world_size > 1:
@@ -68,27 +66,10 @@ class Channel:
         self._interruption: BaseException | None = None
 
     @contextmanager
-    def together(self, doing: str) -> Iterator[None]:
-        """For a body in which each rank works by itself: all leave it together; a collective call.
-
-        Within it there may be others, and what is collective in another group.
-
-        Args:
-            doing: What is done, for errors.
-
-        Raises:
-            OSError: The body failed on another rank; of the same type where it is a built-in one.
-            TimeoutError: A rank has made no progress for too long.
-            RuntimeError: A rank is gone.
-        """
-        with self.talking(), self.working(doing):
-            yield
-
-    @contextmanager
     def talking(self) -> Iterator[None]:
-        """For a body that uses the group, or :meth:`working`; a collective call.
+        """Opens the channel to the body, which uses the group, or :meth:`working`; a collective call.
 
-        What interrupts a wait in it is raised at its end: a rank that left earlier would be waited for by the others.
+        An interruption of a wait in it is raised at its end: the others would wait for a rank that left earlier.
         """
         outer = self._rounds
         if outer is not None:
@@ -105,7 +86,18 @@ class Channel:
 
     @contextmanager
     def working(self, doing: str) -> Iterator[None]:
-        """As :meth:`together`, within :meth:`talking`."""
+        """Ends on all ranks at the same time, within :meth:`talking`; in the body, each rank works by itself.
+
+        The body may contain other collective calls, in this group or another.
+
+        Args:
+            doing: The action, for errors.
+
+        Raises:
+            OSError: The body failed on another rank; of the same type where it is a built-in one.
+            TimeoutError: A rank has made no progress for too long.
+            RuntimeError: A rank is gone.
+        """
         self._begin(doing)
         failed: Exception | None = None
         try:
@@ -124,7 +116,7 @@ class Channel:
             raise failed
 
     def gather(self, value: _T) -> list[_T]:
-        """On rank zero what each rank calls this with, in their order; nothing on the others."""
+        """Returns the values of all ranks, in their order, on rank zero; nothing on the others."""
         if self.group is None:
             return [value]
         gathered: list[Any] = [None] * self.world_size if self.rank == 0 else []
@@ -132,7 +124,7 @@ class Channel:
         return gathered
 
     def scatter(self, values: list[_T]) -> _T:
-        """This rank's of the values that rank zero calls this with, one for each rank; what others give is ignored."""
+        """Returns this rank's of the values of rank zero, one for each rank; those of other ranks are ignored."""
         if self.group is None:
             return values[0]
         received: list[Any] = [None]
@@ -140,12 +132,11 @@ class Channel:
         return cast(_T, received[0])
 
     def broadcast(self, value: _T) -> _T:
-        """What rank zero calls this with."""
-        if self.group is None:
-            return value
-        told = [value]
-        torch.distributed.broadcast_object_list(told, src=0, group=self.group)
-        return told[0]
+        """Returns the value of rank zero."""
+        values = [value]
+        if self.group is not None:
+            torch.distributed.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
 
     def _begin(self, doing: str) -> None:
         if self.group is None:
@@ -156,7 +147,7 @@ class Channel:
         self._before = self._rounds.outcome
 
     def _end(self, failed: Exception | None) -> None:
-        """Waits for the others, unless one around which this is has done so."""
+        """Waits for the others, unless an inner :meth:`talking` has done so."""
         rounds, self._rounds = self._rounds, None
         if rounds is None:
             return
@@ -165,30 +156,32 @@ class Channel:
         if (error := rounds.outcome.exception()) is not None:
             reason = f"{type(error).__name__}: {error}"
             raise RankGone(f"Another rank is gone, or cannot be reached ({rounds.doing}; {reason})") from error
-        if stuck := rounds.which(_STUCK):
+        if stuck := rounds.ranks_in(_STUCK):
             seconds = self.patience.total_seconds()
             raise TimeoutError(f"rank {stuck} has made no progress for {seconds:.0f} seconds ({rounds.doing})")
-        if left := rounds.which(_LEFT):
+        if left := rounds.ranks_in(_LEFT):
             raise OSError(f"rank {left} was interrupted ({rounds.doing})")
-        if rounds.which(_FAILED):
-            told: list[OSError | None] = [None] * self.world_size
-            torch.distributed.all_gather_object(told, _told(self.rank, failed), group=self.group)
-            raise next(error for error in told if error is not None)
+        if rounds.ranks_in(_FAILED):
+            errors: list[OSError | None] = [None] * self.world_size
+            text = f"rank {self.rank}: {type(failed).__name__}: {redact(str(failed))}"
+            own = None if failed is None else os_error_kind(failed)(text)
+            torch.distributed.all_gather_object(errors, own, group=self.group)
+            raise next(error for error in errors if error is not None)
         self._is_sound = True
 
     def _leave(self) -> None:
-        """Tells the others, without waiting for them, that this rank does not come to where they are."""
+        """Notifies the others, without waiting for them, that this rank does not come to where they are."""
         rounds, self._rounds = self._rounds, None
         self._is_sound = False
         if rounds is not None:
-            rounds.tell(_LEFT)
+            rounds.report(_LEFT)
 
 
 class _Rounds:
-    """Gathers of all ranks, in a thread, until each has finished or one says that it will not.
+    """Exchanges of the states of all ranks, in a thread, until each has finished or one never will.
 
     Attributes:
-        doing: What is done.
+        doing: The action, for errors.
         outcome: Done when they are over.
     """
 
@@ -196,18 +189,18 @@ class _Rounds:
         self.doing = doing
         self._channel = channel
         self._own = _AT_WORK
-        self._is_told = Event()
+        self._has_reported = Event()
         self._states = [_AT_WORK]
         self.outcome = in_thread("checkpoint-wait", self._run)
 
-    def tell(self, state: int) -> None:
-        """Has the other ranks know of this one."""
+    def report(self, state: int) -> None:
+        """Reports the state of this rank to the others, in the next round."""
         self._own = state
-        self._is_told.set()
+        self._has_reported.set()
 
     def finish(self, state: int) -> BaseException | None:
-        """Tells ``state``, and waits until these rounds are over. Returns what has interrupted that, such as Ctrl-C."""
-        self.tell(state)
+        """Reports ``state``, and waits until the rounds are over. Returns an interruption of that, such as Ctrl-C."""
+        self.report(state)
         interruption = None
         while not self.outcome.done():
             try:
@@ -216,25 +209,25 @@ class _Rounds:
                 interruption = error
         return interruption
 
-    def which(self, state: int) -> str:
-        """The ranks that have told it."""
-        return " and ".join(str(rank) for rank, told in enumerate(self._states) if told == state)
+    def ranks_in(self, state: int) -> str:
+        """Names the ranks in a state; empty if there is none."""
+        return " and ".join(str(rank) for rank, reported in enumerate(self._states) if reported == state)
 
     def _run(self) -> None:
         steps, since = progress.count(), time.monotonic()
         while _AT_WORK in self._states and not {_STUCK, _LEFT} & {*self._states}:
-            self._is_told.wait(_ROUND_S)
+            self._has_reported.wait(_ROUND_S)
             state = self._own
             if progress.count() != steps:
                 steps, since = progress.count(), time.monotonic()
             elif state == _AT_WORK and time.monotonic() > since + self._channel.patience.total_seconds():
                 state = _STUCK
-            self._states = self._meet(state)
+            self._states = self._exchange(state)
             if state == _DONE and self._channel.in_background:
-                progress.made()  # by others: who waits for this thread is not told of theirs
+                progress.made()  # by others, which a thread that waits for this one does not see
 
-    def _meet(self, state: int) -> list[int]:
-        """What all ranks tell. To gather and to broadcast takes few messages one after the other."""
+    def _exchange(self, state: int) -> list[int]:
+        """Returns the states of all ranks. To gather and to broadcast takes few messages one after the other."""
         channel = self._channel
         everyones = torch.zeros(channel.world_size, dtype=torch.int32, device="cpu")
         mine = torch.full((1,), state, dtype=torch.int32, device="cpu")
@@ -244,20 +237,24 @@ class _Rounds:
         return cast(list[int], everyones.tolist())
 
 
-def _told(rank: int, failed: Exception | None) -> OSError | None:
-    """What other ranks are told of a failure: a built-in type, for any other may not be picklable."""
-    if failed is None:
-        return None
-    kind = type(failed) if isinstance(failed, OSError) and type(failed).__module__ == "builtins" else OSError
-    return kind(f"rank {rank}: {type(failed).__name__}: {redact(str(failed))}")
+def rank_and_world_size() -> tuple[int, int]:
+    """Returns the rank of this process, and the number of ranks."""
+    if not _distributed_is_initialized():
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-#: Of the thread that trains, with the process group of training that it belongs to, of which a process has one as well.
+def os_error_kind(error: BaseException) -> type[OSError]:
+    """Returns the type of an error, if it is a built-in ``OSError``; any other may not be picklable."""
+    return type(error) if isinstance(error, OSError) and type(error).__module__ == "builtins" else OSError
+
+
+#: The process group of training, and the channel of the thread that trains in it.
 _training: tuple[Any, Channel] | None = None
 
 
 def training_channel() -> Channel:
-    """The channel of the thread that trains. The first call with a process group is a collective one."""
+    """Returns the channel of the thread that trains. The first call with a process group is a collective one."""
     global _training
     world = torch.distributed.group.WORLD if _distributed_is_initialized() else None
     if _training is None or _training[0] is not world:

@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other of a failure, so that none waits for one that has given up."""
+"""Failures that the ranks of a job share, so that none waits for one that has given up."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from lightning.fabric.storage.collectives.channel import RankGone, training_channel
+from lightning.fabric.storage.collectives.channel import RankGone, os_error_kind, rank_and_world_size, training_channel
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport.errors import context_kept
@@ -22,54 +22,56 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: How many ranks that have failed alike are named in an error.
+#: The number of ranks with the same failure that are named in an error.
 _NAMED = 4
-#: What may differ between ranks of which the rest of the message is the same.
+#: Words that may differ between ranks of which the rest of the message is the same.
 _OWN_WORD = re.compile(r"\S*\d\S*")
-#: How often, in seconds, a rank looks whether another one has failed.
+#: Seconds between two looks for a failure of another rank.
 _LOOK_S = 0.5
 
 
 def is_rank_zero() -> bool:
-    """Whether this is the first rank, or the only one."""
-    return not _distributed_is_initialized() or torch.distributed.get_rank() == 0
+    """Returns whether this is the first rank, or the only one."""
+    return rank_and_world_size()[0] == 0
 
 
 @contextmanager
 def unseen_explained(place: Place) -> Iterator[None]:
-    """For a body that reads a local file, which rank zero may see, or have saved, on another node."""
+    """Explains that a local file, which the body reads, may be missing here because rank zero has another disk."""
     try:
         yield
     except FileNotFoundError as error:
         if is_rank_zero() or not place.is_local:
             raise
         raise FileNotFoundError(
-            f"{error}. This is rank {torch.distributed.get_rank()}: does its node share the folder with that of rank"
+            f"{error}. This is rank {rank_and_world_size()[0]}: does its node share the folder with that of rank"
             " zero? If not, use a file system that all nodes share, or a URL"
         ) from error
 
 
-def together(doing: str) -> AbstractContextManager[None]:
-    """For a body in which the ranks of training work for long, each by itself; see :meth:`.Channel.together`.
+@contextmanager
+def together(doing: str) -> Iterator[None]:
+    """Ends on all ranks of training at the same time; in the body, each rank works by itself, perhaps for long.
 
-    It is called in the thread that trains.
+    It is called in the thread that trains. See :meth:`~.channel.Channel.working`.
     """
-    return training_channel().together(doing)
+    channel = training_channel()
+    with channel.talking(), channel.working(doing):
+        yield
 
 
 def together_in(strategy: Any, doing: str) -> AbstractContextManager[None]:
-    """As :func:`together`, unless the ranks that there are do not belong to one job of ``strategy``."""
-    ranks = torch.distributed.get_world_size() if _distributed_is_initialized() else 1
-    return together(doing) if ranks == getattr(strategy, "world_size", 1) else nullcontext()
+    """Returns :func:`together`, unless the process group does not consist of the ranks of ``strategy``."""
+    return together(doing) if rank_and_world_size()[1] == getattr(strategy, "world_size", 1) else nullcontext()
 
 
 def saving_together(strategy: Any, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
-    """As :func:`together_in`, for a body that saves a checkpoint."""
+    """Returns :func:`together_in` for a body that saves a checkpoint."""
     return together_in(strategy, f"saving {redact(os.fspath(path))}")
 
 
 def from_rank_zero(look: Callable[[], _T], doing: str) -> _T:
-    """What a function returns on rank zero, for every rank; a collective call. If it fails there, every rank fails.
+    """Returns a function's result on rank zero to all ranks; a collective call. If it fails there, all ranks fail.
 
     Raises:
         OSError: On the other ranks, if the function failed; of the same type where it is a built-in one.
@@ -85,11 +87,11 @@ def from_rank_zero(look: Callable[[], _T], doing: str) -> _T:
 
 @contextmanager
 def failures_of_ranks(verb: str, place: Place, worker: Any) -> Iterator[None]:
-    """Turns what torch.distributed.checkpoint raises, a BaseException, into what user code expects.
+    """Turns the error of torch.distributed.checkpoint, a BaseException, into one that user code expects.
 
     Args:
-        verb: What is being done.
-        place: Where.
+        verb: The action, such as "save".
+        place: The place of the checkpoint.
         worker: The reader or writer of this rank, which remembers its own error.
     """
     from torch.distributed.checkpoint import CheckpointException
@@ -118,9 +120,8 @@ def failures_of_ranks(verb: str, place: Place, worker: Any) -> Iterator[None]:
 
 
 def _own_interruption(error: BaseException) -> BaseException | None:
-    """What interrupted this rank in torch's own part of the work."""
-    rank = torch.distributed.get_rank() if _distributed_is_initialized() else 0
-    own = getattr(error, "failures", {}).get(rank, (None,))[0]
+    """Returns the interruption of this rank in torch's own part of the work."""
+    own = getattr(error, "failures", {}).get(rank_and_world_size()[0], (None,))[0]
     return None if isinstance(own, Exception) else own
 
 
@@ -132,9 +133,8 @@ def _failure(verb: str, place: Place, failures: dict[int, BaseException]) -> Exc
         # each rank has a file, a request and a time of its own, and one of a thousand is enough to know why
         alike.setdefault(_OWN_WORD.sub("", text), (text, []))[1].append(rank)
     text = "; ".join(f"{_named(those)}: {reason.rstrip('.')}" for reason, those in alike.values())
-    kinds = {_kind(reason) for reason in reasons.values()}
-    other = OSError if any(issubclass(kind, OSError) for kind in kinds) else RuntimeError
-    kind = kinds.pop() if len(kinds) == 1 else other
+    kinds = {os_error_kind(reason) if isinstance(reason, OSError) else RuntimeError for reason in reasons.values()}
+    kind = kinds.pop() if len(kinds) == 1 else OSError  # one of them is
     return kind(f"Could not {verb} the sharded checkpoint {place}: {text}.")
 
 
@@ -144,15 +144,8 @@ def _named(ranks: list[int]) -> str:
     return f"rank {', '.join(map(str, ranks[:_NAMED]))} and {len(ranks) - _NAMED} more"
 
 
-def _kind(error: BaseException) -> type[Exception]:
-    """The type of an error, if it is a built-in one of the operating system; any other may take other arguments."""
-    if isinstance(error, OSError):
-        return type(error) if type(error).__module__ == "builtins" else OSError
-    return RuntimeError
-
-
 class Peers:
-    """Lets the ranks of a save know when one has failed, before they meet, which may be minutes later."""
+    """The failure of a rank of a save, which the others see before they wait for it, perhaps minutes later."""
 
     def __init__(self, save: str) -> None:
         self._key = f"lightning/save/{save}/failed"
@@ -162,7 +155,7 @@ class Peers:
         self._store = torch.distributed.distributed_c10d._get_default_store() if distributed else None
 
     def tell_of_failure(self) -> None:
-        """To be called by the rank that has failed."""
+        """Notifies the other ranks that this one has failed."""
         self._has_failed = True
         if self._store is not None:
             try:
@@ -171,7 +164,7 @@ class Peers:
                 log.info(f"The rank that keeps the store of the process group is gone ({error})")
 
     def has_one_failed(self) -> bool:
-        """Whether a rank has told of a failure."""
+        """Returns whether a rank has failed."""
         if not self._has_failed and self._store is not None:
             try:
                 self._has_failed = self._store.check([self._key])
@@ -180,7 +173,7 @@ class Peers:
         return self._has_failed
 
     def look(self) -> None:
-        """Raises :class:`PeerFailed` if another rank has told of a failure."""
+        """Raises :class:`PeerFailed` if another rank has failed."""
         if time.monotonic() >= self._looked + _LOOK_S:
             self._looked = time.monotonic()
             if self.has_one_failed():
@@ -188,13 +181,13 @@ class Peers:
 
 
 class PeerFailed(GivenUp):
-    """Another rank has failed, which is the one that says why."""
+    """Another rank has failed, whose error has the reason."""
 
 
 def portable(error: BaseException) -> BaseException:
-    """What says the same and can be sent to another rank, which would wait for ever for an error that cannot.
+    """Returns an error of the same text that can be pickled: another rank would wait for ever for one that cannot.
 
-    Of a built-in type, what it holds may be of any: the key of a ``KeyError``, or the errors in a group.
+    One of a built-in type may hold anything, such as the key of a ``KeyError``, or the errors in a group.
     """
     if isinstance(error, PeerFailed):
         return error
