@@ -455,7 +455,7 @@ def test_a_store_that_is_out_of_reach_is_told_of_before_it_is_given_up(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, impatient: None
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr("lightning.fabric.storage.transport.backends.obstore_reader._PATIENCE_WITH_STORES_S", 0.2)
+    monkeypatch.setattr("lightning.fabric.storage.transport.threads._PATIENCE_WITH_STORES_S", 0.2)
     with pytest.raises(ConnectionError, match="Connection refused") as raised:
         load_file(f"{bucket.url}/x.ckpt")
     assert "is the endpoint right?" in caplog.text

@@ -24,7 +24,12 @@ _STATUSES = (408, 429, 500, 502, 503, 504, 509, 529)
 #: The status about bytes that an object does not have.
 NO_SUCH_RANGE = 416
 #: The built-in errors for statuses that do not pass.
-KINDS_BY_STATUS = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
+KINDS_BY_STATUS: dict[int | None, type[OSError]] = {
+    401: PermissionError,
+    403: PermissionError,
+    404: FileNotFoundError,
+    410: FileNotFoundError,
+}
 #: Messages of obstore and of gcsfs, whose errors have no attribute for the status.
 _STATUS_IN_TEXT = re.compile(r"status code: (\d{3})|^Forbidden: ")
 #: Errors of clients that come without a status: the connection broke, or nothing came in time.
@@ -115,7 +120,7 @@ def attempts_of(error: BaseException) -> str:
 
 
 def have_expired(error: BaseException) -> bool:
-    """Returns whether a store has refused credentials that are no longer valid, as far as it says so."""
+    """Returns whether a store has refused credentials because they are no longer valid, as far as it gives a reason."""
     return any(_EXPIRED.search(f"{type(cause).__name__}: {cause}") for cause in chain(error))
 
 
@@ -133,7 +138,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields the error and its causes: clients of stores wrap what says most."""
+    """Yields the error and its causes: clients of stores wrap the error with the reason."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

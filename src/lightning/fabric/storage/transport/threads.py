@@ -11,13 +11,15 @@ from typing import Any, Protocol, TypeVar
 
 from fsspec.asyn import AsyncFileSystem
 
-from lightning.fabric.storage.transport import progress
+from lightning.fabric.storage.transport import progress, retry
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 _IDLE_S = 0.5
+#: Seconds that a store may take to answer before that is logged.
+_PATIENCE_WITH_STORES_S = 10
 #: Seconds to wait until a cancelled call has let go of its connection.
 _CANCELLATION_S = 10
 #: Seconds that a pool which is given up waits for its tasks before it logs that.
@@ -54,11 +56,23 @@ def wait_until_done(outcome: "Future[_T]", idle: Callable[[], None], timeout: fl
         idle()
 
 
+def awaited(outcome: "Future[_T]", name: str, idle: Callable[[], None] = lambda: None) -> _T:
+    """Returns the result of a request for an object, and logs that a store takes long to answer, perhaps minutes."""
+    wait_until_done(outcome, idle, _PATIENCE_WITH_STORES_S)
+    if not outcome.done():
+        log.warning(
+            f"Still waiting for the store of {name!r} after {_PATIENCE_WITH_STORES_S} s. If it does not answer, is the"
+            f" endpoint right? Requests are tried again for up to {retry.DEADLINE_S:.0f} s"
+        )
+    wait_until_done(outcome, idle)
+    return outcome.result()
+
+
 class Call:
     """A call in the loop of a file system.
 
     fsspec's own way to wait for one lets it go on when the waiting thread is interrupted: it could replace an object
-    long after its caller has heard of the failure. This one can be cancelled.
+    long after its caller has seen the failure. This one can be cancelled.
 
     Args:
         fs: The file system.
@@ -85,7 +99,7 @@ class Call:
             self._outcome.set_result(task.result())
 
     def result(self, timeout: float | None = None, idle: Callable[[], None] | None = None) -> Any:
-        """Returns or raises what the call does.
+        """Returns the result of the call.
 
         Args:
             timeout: Seconds to wait for it.
@@ -108,6 +122,16 @@ class Call:
             self._task.cancel()
 
 
+def run_in_loop(fs: AsyncFileSystem, call: Coroutine[Any, Any, Any]) -> Any:
+    """Returns the result of a call in the loop of a file system, which is cancelled if the wait is interrupted."""
+    running = Call(fs, call)
+    try:
+        return running.result()
+    except BaseException:
+        running.cancel()
+        raise
+
+
 class Task(Protocol):
     """A piece of work for a :class:`TaskPool`."""
 
@@ -115,10 +139,10 @@ class Task(Protocol):
     cost: int
 
     def run(self) -> None:
-        """The part that is done in a thread."""
+        """Does the part that belongs into a thread."""
 
     def finish(self) -> int:
-        """The part that is done after that in the thread that waits. Returns how many bytes of memory it let go."""
+        """Does the rest, in the thread that waits. Returns the bytes of memory that it has let go."""
 
 
 class TaskPool:

@@ -14,9 +14,8 @@ from typing_extensions import override
 from lightning.fabric.storage.transport import multipart, progress
 from lightning.fabric.storage.transport.backends.obstore_config import leave_to_client
 from lightning.fabric.storage.transport.backends.obstore_errors import is_unsupported, may_be_for_metadata, translated
-from lightning.fabric.storage.transport.backends.obstore_reader import awaited
 from lightning.fabric.storage.transport.sink import GivenUp, uploading
-from lightning.fabric.storage.transport.threads import in_thread
+from lightning.fabric.storage.transport.threads import awaited, in_thread
 from lightning.fabric.storage.transport.upload import Handover, UploadBackend
 
 if TYPE_CHECKING:
@@ -212,7 +211,7 @@ class ObstoreUpload(UploadBackend):
                     return
                 multipart.note_unknown_outcome(reason)
             if failure not in (None, error) or "performing DELETE" in str(reason):
-                # the attempt to take the upload back has failed, too, and that is all that obstore says
+                # the attempt to take the upload back has failed, too, and obstore raises that alone
                 multipart.warn_of_unfinished(self._name, reason)
             raise (reason if failure is None else translated(failure)) from error
 
@@ -231,7 +230,7 @@ class ObstoreUpload(UploadBackend):
             return False
         if self._is_whole:  # one request in all
             return isinstance(reason, ConnectionError)
-        if "performing DELETE" in text:  # to take the upload back, after a failure that obstore does not tell
+        if "performing DELETE" in text:  # to take the upload back, after a failure that obstore does not raise
             return True
         commits = "performing POST" in text and "uploadId=" in text
         unclear = type(reason) is OSError and "status code" not in text

@@ -4,13 +4,13 @@ import re
 
 from lightning.fabric.storage.transport.retry import KINDS_BY_STATUS, status_of
 
-#: Codes that come with the same statuses, and say nothing of what a store knows.
+#: Codes that come with the same statuses, for reasons that pass.
 _OF_THE_MOMENT = (
     r"\b(ExpiredToken|InvalidToken|TokenRefreshRequired|RequestExpired|RequestTimeTooSkewed|RequestTimeout)\b"
 )
 #: Statuses of requests that a store does not know, or not as they were sent.
 _UNKNOWN = (400, 405, 411, 415, 501)
-#: Statuses that say nothing of metadata.
+#: Statuses that are not about metadata.
 _NOT_FOR_METADATA = (401, 404, 405, 408, 411, 429)
 
 
@@ -18,13 +18,13 @@ def is_unsupported(error: Exception) -> bool:
     """Returns whether a store does not know what obstore asks for, or answers in a way that obstore does not take.
 
     Args:
-        error: As :func:`translated`.
+        error: An error as of :func:`translated`.
     """
     text = str(error)
     if type(error) is not OSError or re.search(_OF_THE_MOMENT, text):
         return False
     status = status_of(error)
-    # an answer to HEAD, which has no text, does not tell what is wrong
+    # an answer to HEAD has no text, and so no reason
     return status is None or (status in _UNKNOWN and not re.search(r"performing HEAD .* 400 Bad Request", text))
 
 
@@ -35,7 +35,7 @@ def may_be_for_metadata(error: Exception) -> bool:
 
 
 def translated(error: Exception) -> Exception:
-    """Returns the built-in error that says the same, in as many words as it takes."""
+    """Returns the built-in error for one of obstore, with its message shortened."""
     from obstore import exceptions
 
     if not isinstance(error, (exceptions.BaseError, OSError)):
@@ -53,6 +53,6 @@ def _shortened(text: str) -> str:
     message, found, answer = message.partition("<?xml")
     if not found:
         message, found, answer = message.partition("<Error>")
-    said = re.findall(r"<(?:Code|Message)>(.*?)</", answer) or ([answer] if found else [])
-    said += re.findall(r'(?:message|error): "(.*?)"', internals)
-    return " ".join([message.strip(), *said]).strip()
+    words = re.findall(r"<(?:Code|Message)>(.*?)</", answer) or ([answer] if found else [])
+    words += re.findall(r'(?:message|error): "(.*?)"', internals)
+    return " ".join([message.strip(), *words]).strip()

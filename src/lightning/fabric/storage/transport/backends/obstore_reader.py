@@ -1,10 +1,7 @@
 """Objects of S3, GCS and Azure, whose ranges are read through obstore."""
 
-import concurrent.futures
-import logging
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from fsspec import AbstractFileSystem
@@ -15,22 +12,16 @@ from lightning.fabric.storage.transport.backends import fsspec_reader
 from lightning.fabric.storage.transport.backends.obstore_config import leave_to_client
 from lightning.fabric.storage.transport.backends.obstore_errors import is_unsupported, translated
 from lightning.fabric.storage.transport.ranged_file import REPLACED, Source
-from lightning.fabric.storage.transport.threads import in_thread, wait_until_done
+from lightning.fabric.storage.transport.threads import awaited, in_thread
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-
-#: Seconds that a store may take before that is logged.
-_PATIENCE_WITH_STORES_S = 10
 _CHUNK = 2**20
 
 
 class _Replaced(OSError):
-    """Another version is there, which the store has not said by itself."""
+    """Another version is there, which no answer of the store has shown by itself."""
 
 
 class ObstoreSource(Source):
@@ -63,7 +54,7 @@ class ObstoreSource(Source):
             self.size = self._client.size
             return
         self.size, etag, _ = self._version
-        #: A weak ETag does not tell versions apart, and some stores have none.
+        #: A weak ETag does not distinguish versions, and some stores have none.
         self._etag = None if etag is None or etag.startswith("W/") else etag
 
     def _ask(self) -> tuple[int, str | None, Any]:
@@ -132,15 +123,3 @@ class ObstoreSource(Source):
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
-
-
-def awaited(outcome: concurrent.futures.Future[_T], name: str, idle: Callable[[], None] = lambda: None) -> _T:
-    """Returns the result of a call, which may go on for minutes without a word where a store does not answer."""
-    wait_until_done(outcome, idle, _PATIENCE_WITH_STORES_S)
-    if not outcome.done():
-        log.warning(
-            f"Still waiting for the store of {name!r} after {_PATIENCE_WITH_STORES_S} s. If it does not answer, is the"
-            f" endpoint right? Requests are tried again for up to {retry.DEADLINE_S:.0f} s"
-        )
-    wait_until_done(outcome, idle)
-    return outcome.result()

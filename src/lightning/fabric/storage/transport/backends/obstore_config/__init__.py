@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Which module of this package translates which class. Subclasses may transfer in another way, and are not known.
+#: The modules of this package, by the class that they translate. Subclasses may transfer in another way.
 _TRANSLATIONS = {
     "s3fs.core.S3FileSystem": "s3",
     "gcsfs.core.GCSFileSystem": "gcs",
@@ -46,7 +46,7 @@ _forked = False
 
 
 def native_store(fs: AbstractFileSystem, path: str, reading: bool = False) -> tuple["ObjectStore", str] | None:
-    """The store of obstore's for the bucket (container) of ``path``, and the object's name in it.
+    """Returns obstore's store for the bucket (container) of ``path``, and the object's name in it.
 
     Stores are kept as long as their file system, so that connections are used again.
 
@@ -80,15 +80,14 @@ def leave_to_client(fs: AbstractFileSystem, path: str, reason: Exception, readin
     """Lets what comes for the bucket of ``path`` go through fsspec, for obstore could not do with it what it has to.
 
     Args:
-        fs: As for :func:`native_store`.
-        path: As for that.
-        reason: What obstore has said.
-        reading: As for that.
+        fs: The file system.
+        path: A file's path in it.
+        reason: The error of obstore.
+        reading: The reads go through fsspec, and not the writes.
     """
     bucket = fs.split_path(path)[0]
     refusal = NotNative(f"what the store of {bucket!r} answers is not what obstore takes ({redact(str(reason))})")
-    connection = _translation(_TRANSLATIONS[_name(type(fs))]).connection(fs)
-    _stores_of(fs)[bucket, reading] = connection, refusal
+    _stores_of(fs)[bucket, reading] = _translation(_TRANSLATIONS[_name(type(fs))]).connection(fs), refusal
     _log_once(fs, refusal)
 
 
@@ -123,20 +122,19 @@ def _refuse_relatives(fs: AbstractFileSystem) -> None:
 
 
 def _refuse_without_obstore(extra: str) -> None:
+    missing = NotNative(f"there is no obstore {_MINIMUM} or newer. To have faster ones, install the extra `{extra}`")
     try:
         import obstore  # noqa: F401  # which may be installed for another platform
     except ImportError:
-        found = False
-    else:
-        found = bool(_OBSTORE)
-    if not found:
-        raise NotNative(f"there is no obstore {_MINIMUM} or newer. To have faster ones, install the extra `{extra}`")
+        raise missing from None
+    if not _OBSTORE:
+        raise missing
     if _forked:
         raise NotNative("it was loaded before this process was forked, and would hang here and in the parent")
 
 
 def _note_fork() -> None:
-    """A child cannot use obstore, whose threads stay in the parent, and wrecks the parent's connections if it tries."""
+    """Remembers a fork: obstore's threads stay in the parent, whose connections a child that uses obstore wrecks."""
     global _forked
     _forked = _forked or "obstore" in sys.modules
 

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from adlfs import AzureBlobFileSystem
 from azure.core.credentials import AzureSasCredential
+from fsspec.asyn import sync
 
 from lightning.fabric.storage.transport.backends.obstore_config import common
 from lightning.fabric.storage.transport.backends.obstore_config.common import NotNative, check_options
@@ -24,26 +25,21 @@ _OPTIONS = {
 }
 _OPTIONS_IF_UNSET = {"asynchronous", "version_aware", "request_session", "timeout", "batch_size"}
 #: Variables that only a value of the store's own can override, and the key of that.
-_VARIABLES = {
-    "AZURE_STORAGE_ENCRYPTION_KEY": "encryption_key",
-    "AZURE_ENCRYPTION_KEY": "encryption_key",
-}
+_VARIABLES = {"AZURE_STORAGE_ENCRYPTION_KEY": "encryption_key", "AZURE_ENCRYPTION_KEY": "encryption_key"}
 _SCOPE = "https://storage.azure.com/.default"
 
 
 def connection(fs: AzureBlobFileSystem) -> Any:
-    """Returns what stores are made from. A file system that connects again needs new ones."""
+    """Returns the client that stores are made from. A file system that connects again needs new ones."""
     return fs.service_client
 
 
 def make_store(fs: AzureBlobFileSystem, path: str, reading: bool) -> "AzureStore":
-    """The store of the container of ``path``.
+    """Makes the store of the container of ``path``.
 
     Raises:
         NotNative: obstore cannot express how ``fs`` is set.
     """
-    from obstore.store import AzureStore
-
     container, *_ = fs.split_path(path)
     check_options(fs.storage_options, _OPTIONS, _OPTIONS_IF_UNSET)
     client = fs.service_client
@@ -62,7 +58,6 @@ def make_store(fs: AzureBlobFileSystem, path: str, reading: bool) -> "AzureStore
         "skip_signature": credentials is None,
         "use_emulator": False,  # it stands for an address, which we have
     }
-    common.check_environment(_VARIABLES, config)
     client_options = common.client_options(
         url,
         reading,
@@ -71,15 +66,16 @@ def make_store(fs: AzureBlobFileSystem, path: str, reading: bool) -> "AzureStore
         connect_s=fs.storage_options.get("connection_timeout") or common.CONNECT_TIMEOUT_S,
         read_s=fs.storage_options.get("read_timeout") or common.READ_TIMEOUT_S,
     )
-    return common.build(AzureStore, config, client_options, credentials)
+    store: AzureStore = common.build("AzureStore", config, client_options, credentials, _VARIABLES)
+    return store
 
 
 def _credentials(credential: Any, query: str, loop: asyncio.AbstractEventLoop) -> Callable[[], Any] | None:
-    """A provider that asks the client's own credentials, or None without any.
+    """Returns a provider that asks the client's own credentials, or None without any.
 
     Args:
-        credential: The client's.
-        query: The query of the client's URL, which is where it keeps a shared access signature.
+        credential: The client's credentials.
+        query: The query of the client's URL, in which it keeps a shared access signature.
         loop: The client's event loop.
     """
     if credential is None:
@@ -92,8 +88,7 @@ def _credentials(credential: Any, query: str, loop: asyncio.AbstractEventLoop) -
         raise NotNative(f"obstore cannot ask credentials of the kind {type(credential).__name__}")
 
     def provide() -> dict[str, Any]:
-        asked = asyncio.run_coroutine_threadsafe(credential.get_token(_SCOPE), loop)
-        token = asked.result(common.CREDENTIALS_TIMEOUT_S)
+        token = sync(loop, credential.get_token, _SCOPE, timeout=common.CREDENTIALS_TIMEOUT_S)
         return {"token": token.token, "expires_at": common.recheck_time()}
 
     return provide

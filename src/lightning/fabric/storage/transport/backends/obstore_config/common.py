@@ -1,11 +1,11 @@
-"""Parts of the translations for the three stores."""
+"""Functions that the translations for the three stores share."""
 
 import os
 import ssl
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -21,8 +21,8 @@ UPLOAD_TIMEOUT_S = 900
 #: Seconds to wait for the client's event loop to come up with credentials.
 CREDENTIALS_TIMEOUT_S = 60
 
-#: obstore asks for new credentials five minutes before the old ones expire. This makes it ask every minute, since it
-#: is the client that knows when to refresh them.
+#: obstore asks for new credentials five minutes before the old ones expire. With this time it asks every minute, since
+#: the client knows when to refresh them.
 _RECHECK = timedelta(minutes=6)
 #: obstore has no way to turn its limit of 30 seconds off.
 _NO_LIMIT = timedelta(days=1)
@@ -31,11 +31,9 @@ _NO_LIMIT_OF_ATTEMPTS = 1_000_000
 #: Options of every fsspec file system that make no difference to transfers.
 _OPTIONS_OF_FSSPEC = {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "loop"}
 
-_Store = TypeVar("_Store")
-
 
 class NotNative(Exception):
-    """obstore cannot be used as the instance would be. The text says why, and holds no value of an option."""
+    """obstore cannot be used as the instance would be. The text is the reason, without values of options."""
 
 
 def check_options(given: Mapping[str, Any], harmless: Collection[str], only_unset: Collection[str] = ()) -> None:
@@ -51,37 +49,32 @@ def check_options(given: Mapping[str, Any], harmless: Collection[str], only_unse
             raise NotNative(f"obstore has no equivalent of the option `{name}`")
 
 
-def check_environment(variables: Mapping[str, str], config: Mapping[str, Any]) -> None:
-    """Raises :class:`NotNative` if obstore would heed a variable that the instance does not.
-
-    Args:
-        variables: Variables for which obstore has no value that stands for nothing, and the keys that override them.
-        config: The store's configuration.
-    """
-    for name in os.environ:
-        if variables.get(name.upper(), "") not in {"", *config}:
-            raise NotNative(f"the environment variable {name} would change what obstore sends")
-
-
 def build(
-    kind: Callable[..., _Store],
+    kind: str,
     config: dict[str, Any],
     client_options: dict[str, Any],
     credentials: Callable[[], Any] | None,
-) -> _Store:
-    """A store that finds nothing by itself.
+    variables: Mapping[str, str],
+) -> Any:
+    """Makes a store that finds nothing by itself.
 
     Args:
-        kind: The class of obstore's.
+        kind: The name of the class in ``obstore.store``.
         config: Its configuration.
         client_options: See :func:`client_options`.
-        credentials: A provider of credentials. None if ``config`` says not to sign.
+        credentials: A provider of credentials. None with ``skip_signature`` in ``config``.
+        variables: Variables of the environment that obstore heeds, and the client does not, with the keys of ``config``
+            that override them.
 
     Raises:
         NotNative: obstore does not take these values, or what it has found in the environment.
     """
+    from obstore import store
     from obstore.exceptions import BaseError
 
+    for name in os.environ:
+        if variables.get(name.upper(), "") not in {"", *config}:
+            raise NotNative(f"the environment variable {name} would change what obstore sends")
     backoff = {
         "init_backoff": timedelta(seconds=retry.FIRST_PAUSE_S),
         "max_backoff": timedelta(seconds=retry.LONGEST_PAUSE_S),
@@ -89,7 +82,7 @@ def build(
     deadline = timedelta(seconds=retry.DEADLINE_S)
     retries = {"backoff": backoff, "max_retries": _NO_LIMIT_OF_ATTEMPTS, "retry_timeout": deadline}
     try:
-        return kind(
+        return getattr(store, kind)(
             config=config,
             client_options=client_options,
             retry_config=retries,
@@ -109,14 +102,14 @@ def client_options(
     reading: bool,
     proxy: str | None,
     certificates: str | None,
-    connect_s: float | None,
-    read_s: float | None,
+    connect_s: float | None = CONNECT_TIMEOUT_S,
+    read_s: float | None = READ_TIMEOUT_S,
 ) -> dict[str, Any]:
-    """The options of a store that connects to ``url``.
+    """Returns the options of a store that connects to ``url``.
 
     Args:
         url: The store's endpoint.
-        reading: As for :func:`~lightning.fabric.storage.transport.backends.obstore_config.native_store`.
+        reading: The store is used to read only.
         proxy: The URL of a proxy.
         certificates: The path of a file with certificates that are trusted beside the system's; in a container or in
             conda, the system may have none.
@@ -138,21 +131,21 @@ def client_options(
 
 
 def environment_proxy(url: str) -> str | None:
-    """The proxy that the environment has for ``url``."""
+    """Returns the proxy that the environment has for ``url``."""
     parts = urlsplit(url)
     return None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
 
 
 def python_certificates() -> str | None:
-    """The file with the certificates that Python trusts."""
+    """Returns the file with the certificates that Python trusts."""
     return ssl.get_default_verify_paths().cafile
 
 
 def recheck_time() -> datetime:
-    """When credentials that the client may refresh count as expired for obstore."""
+    """Returns the time from which on obstore asks again for credentials that the client may refresh, in a minute."""
     return now() + _RECHECK
 
 
 def now() -> datetime:
-    """When credentials count as expired for obstore that are read anew all the time; it asks at most every 0.1 s."""
+    """Returns the time of expiry for credentials that are read anew all the time; obstore asks at most every 0.1 s."""
     return datetime.now(timezone.utc)

@@ -30,18 +30,16 @@ _VARIABLES = {
 
 
 def connection(fs: GCSFileSystem) -> Any:
-    """Returns what stores are made from. A file system that connects again needs new ones."""
+    """Returns the credentials and the address that stores are made from: with others, new ones are needed."""
     return fs.credentials.credentials, fs._location
 
 
 def make_store(fs: GCSFileSystem, path: str, reading: bool) -> "GCSStore":
-    """The store of the bucket of ``path``.
+    """Makes the store of the bucket of ``path``.
 
     Raises:
         NotNative: obstore cannot express how ``fs`` is set, or the bucket is one that gcsfs has a faster way to.
     """
-    from obstore.store import GCSStore
-
     bucket, *_ = fs.split_path(path)
     check_options(fs.storage_options, _OPTIONS, _OPTIONS_IF_UNSET)
     check_options(fs.session_kwargs, {"trust_env"})
@@ -58,22 +56,21 @@ def make_store(fs: GCSFileSystem, path: str, reading: bool) -> "GCSStore":
     if not signed and not reading:
         raise NotNative("obstore cannot write to GCS without credentials")
     config = {"bucket": bucket, "base_url": url, "skip_signature": not signed}
-    common.check_environment(_VARIABLES, config)
     client_options = common.client_options(
         url,
         reading,
         proxy=common.environment_proxy(url) if fs.session_kwargs.get("trust_env") else None,
         certificates=common.python_certificates(),
-        connect_s=common.CONNECT_TIMEOUT_S,
-        read_s=common.READ_TIMEOUT_S,
     )
     if (project := _billed_project(fs)) is not None:
         client_options["default_headers"] = {"x-goog-user-project": project}
-    return common.build(GCSStore, config, client_options, _credentials(fs.credentials) if signed else None)
+    credentials = _credentials(fs.credentials) if signed else None
+    store: GCSStore = common.build("GCSStore", config, client_options, credentials, _VARIABLES)
+    return store
 
 
 def _is_zonal(fs: GCSFileSystem, bucket: str) -> bool:
-    """Asks as gcsfs would before any transfer, but Google's own servers only: it waits for others in vain."""
+    """Asks what gcsfs would ask before any transfer, but Google's own servers only: it waits for others in vain."""
     if not hasattr(fs, "_is_zonal_bucket"):
         return False
     known = getattr(fs._storage_layout_cache.get(bucket), "value", None)
@@ -89,7 +86,7 @@ def _billed_project(fs: GCSFileSystem) -> str | None:
 
 
 def _credentials(credentials: Any) -> Callable[[], Any]:
-    """A provider that asks gcsfs's own credentials, which know when to refresh themselves."""
+    """Returns a provider that asks gcsfs's own credentials, which know when to refresh themselves."""
 
     def provide() -> dict[str, Any]:
         credentials.maybe_refresh()

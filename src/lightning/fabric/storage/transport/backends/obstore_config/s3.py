@@ -22,10 +22,10 @@ from lightning.fabric.storage.transport.backends.obstore_config.common import No
 if TYPE_CHECKING:
     from obstore.store import S3Store
 
-#: Whoever sets this one wants checksums, or has to send them, as to a bucket with Object Lock. The client's default is
-#: the same, but says nothing about that.
+#: An option that is set where checksums are wanted, or required, as by a bucket with Object Lock; the client's default
+#: is the same, but no such wish.
 _CHECKSUMS = "request_checksum_calculation"
-#: Connections that botocore keeps by default. Who sets fewer means a limit, which obstore has not.
+#: Connections that botocore keeps by default. A lower number is meant as a limit, which obstore has not.
 _CONNECTIONS = 10
 #: The client is asked below for its view of these; the others make no difference to transfers without s3fs.
 _OPTIONS = {
@@ -67,7 +67,7 @@ _VARIABLES = {
 
 
 class _Target(NamedTuple):
-    """Where the client would send a request, and how."""
+    """The address to which the client would send a request, and the way it would sign."""
 
     client: Any
     url: str
@@ -76,7 +76,7 @@ class _Target(NamedTuple):
 
 
 def connection(fs: S3FileSystem) -> Any:
-    """Returns what stores are made from. A file system with another connection or credentials needs new ones."""
+    """Returns the client and the credentials that stores are made from: with others, new ones are needed."""
     credentials = getattr(getattr(fs._s3, "_request_signer", None), "_credentials", None)
     if credentials is None or not is_kept_current(credentials):
         return fs._s3
@@ -84,13 +84,11 @@ def connection(fs: S3FileSystem) -> Any:
 
 
 def make_store(fs: S3FileSystem, path: str, reading: bool) -> "S3Store":
-    """The store of the bucket of ``path``.
+    """Makes the store of the bucket of ``path``.
 
     Raises:
         NotNative: obstore cannot express how ``fs`` is set.
     """
-    from obstore.store import S3Store
-
     check_options(fs.storage_options, _OPTIONS, _OPTIONS_IF_UNSET)
     check_options(fs.client_kwargs, _CLIENT_OPTIONS)
     check_options(fs.config_kwargs, _CONFIG_OPTIONS, _CONFIG_OPTIONS_IF_UNSET)
@@ -108,8 +106,8 @@ def make_store(fs: S3FileSystem, path: str, reading: bool) -> "S3Store":
         credentials = _credentials(target.client, fs.loop) if target.signed else None
     except AttributeError as error:  # there is no public way to ask
         raise NotNative(f"the release of aiobotocore is not known ({error})") from error
-    common.check_environment(_VARIABLES, config)
-    return common.build(S3Store, config, client_options, credentials)
+    store: S3Store = common.build("S3Store", config, client_options, credentials, _VARIABLES)
+    return store
 
 
 async def _resolve(fs: S3FileSystem, bucket: str, name: str) -> _Target:
@@ -136,9 +134,7 @@ async def _learn_region(client: Any, bucket: str, name: str) -> None:
 
     It asks for the object that is to be read or written, since rights on the bucket itself are not needed else.
     """
-    with suppress(
-        ClientError
-    ):  # that there is none, or that it may not be read, is no matter: a redirection comes first
+    with suppress(ClientError):  # a redirection comes before the answer that there is none, or that it is forbidden
         await client.head_object(Bucket=bucket, Key=name)
 
 
@@ -186,7 +182,7 @@ def _client_options(fs: S3FileSystem, target: _Target, reading: bool) -> dict[st
 
 
 def _credentials(client: Any, loop: asyncio.AbstractEventLoop) -> Callable[[], Any]:
-    """A provider that asks the client's own credentials, which know when to refresh themselves."""
+    """Returns a provider that asks the client's own credentials, which know when to refresh themselves."""
     credentials = client._request_signer._credentials
     if credentials is None:
         raise NotNative("the client has found no credentials")
@@ -199,8 +195,7 @@ def _credentials(client: Any, loop: asyncio.AbstractEventLoop) -> Callable[[], A
         return common.now() if token else common.recheck_time()  # keys without a token do not expire by themselves
 
     def provide() -> dict[str, Any]:
-        asked = asyncio.run_coroutine_threadsafe(credentials.get_frozen_credentials(), loop)
-        frozen = asked.result(common.CREDENTIALS_TIMEOUT_S)
+        frozen = sync(loop, credentials.get_frozen_credentials, timeout=common.CREDENTIALS_TIMEOUT_S)
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
