@@ -6,11 +6,11 @@ from typing import Any
 from fsspec import available_protocols, get_filesystem_class
 from fsspec.config import conf
 
-from lightning.fabric.storage.paths.client_options import check_options
+from lightning.fabric.storage.paths.client_options import check_options, protocols_of
 from lightning.fabric.storage.paths.hints import about_package, about_protocol
 from lightning.fabric.storage.paths.location import LOCAL_PROTOCOLS
 
-#: What has been set, by protocol.
+#: The options that have been set, by protocol.
 _options: dict[str, dict[str, Any]] = {}
 
 
@@ -23,8 +23,8 @@ def set_storage_options(protocol: str, **options: Any) -> None:
     has already keeps its options.
 
     Args:
-        protocol: As in URLs, such as ``"s3"``, ``"gs"`` or ``"az"``.
-        options: What fsspec's file system for it is made with, such as ``endpoint_url``, ``key`` and ``secret`` for S3.
+        protocol: The protocol of URLs, such as ``"s3"``, ``"gs"`` or ``"az"``.
+        options: The options of fsspec's file system for it, such as ``endpoint_url``, ``key`` and ``secret`` for S3.
             Those set by an earlier call stay; None is a value like any other.
 
     Raises:
@@ -46,14 +46,15 @@ def set_storage_options(protocol: str, **options: Any) -> None:
             f"{name}:// needs a package: {error}.{about_package(f'{name}://')}", name=error.name
         ) from error
     check_options(name, options)
-    protocols = (kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol
-    for one in protocols:  # fsspec takes the options of all its names, and those of the last one before the others
+    for one in protocols_of(
+        kind
+    ):  # fsspec takes the options of all its names, and those of the last one before the others
         _options[one] = {**_options.get(one, {}), **options}
-    _apply(_options)
+    _apply()
 
 
-def _apply(options: dict[str, dict[str, Any]]) -> None:
-    for protocol, given in options.items():
+def _apply() -> None:
+    for protocol, given in _options.items():
         conf[protocol] = {**conf.get(protocol, {}), **given}
 
 
@@ -63,7 +64,7 @@ class CarryingOptions:
     A process that is spawned imports the script, but does not run it again.
 
     Args:
-        function: What to call. It can be pickled.
+        function: The function, which can be pickled.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -73,5 +74,5 @@ class CarryingOptions:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Sets the options, and calls the function."""
         _options.update(self._options)
-        _apply(_options)
+        _apply()
         return self._function(*args, **kwargs)

@@ -7,20 +7,20 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from fsspec import available_protocols, get_filesystem_class
+from fsspec import AbstractFileSystem, available_protocols, get_filesystem_class
 from fsspec.config import conf
 
 #: Clients that take any option, and do nothing with one that they do not know.
 _FORGIVING = ("s3fs", "gcsfs", "adlfs")
 #: Options of every fsspec file system, which are in no signature.
 _COMMON = {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache"}
-#: What the clients take out of their `**kwargs`. s3fs makes its session with the rest, unless it is given one.
+#: Options that the clients take out of their `**kwargs`. s3fs makes its session with the rest, unless it is given one.
 _UNNAMED = {
     "s3fs": {"profile", "session_vars", "event_hooks", "include_builtin_handlers"},
     "gcsfs": {"memmove_max_workers", "retry_timeout", "retry_initial", "retry_maximum", "retry_multiplier"},
 }
 _NO_OPTIONS = {"self", "args", "kwargs", "storage_options"}
-#: Where botocore looks for the endpoint if there is no option, in this order.
+#: Variables of the endpoint, in the order in which botocore reads them if there is no option.
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
@@ -28,8 +28,8 @@ def check_options(protocol: str, options: Mapping[str, Any]) -> None:
     """Looks at what a client is about to be made with: the options given, fsspec's configuration, the environment.
 
     Args:
-        protocol: As in URLs. One that is unknown, or whose client is not installed, is left to whoever makes it.
-        options: Those given; they go before the others.
+        protocol: The protocol of URLs. One that is unknown, or whose client is not installed, is not checked.
+        options: The options given, which go before the others.
 
     Raises:
         ValueError: The client has no such option, or the endpoint is empty or has no scheme.
@@ -43,8 +43,7 @@ def check_options(protocol: str, options: Mapping[str, Any]) -> None:
     client = kind.__module__.partition(".")[0]
     if client not in _FORGIVING:
         return
-    protocols = (kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol
-    in_force = {name: value for one in protocols for name, value in conf.get(one, {}).items()} | dict(options)
+    in_force = {name: value for one in protocols_of(kind) for name, value in conf.get(one, {}).items()} | dict(options)
     if "session" not in in_force:
         _refuse_unknown(kind, in_force, _known(kind))
         if client == "s3fs":
@@ -52,6 +51,16 @@ def check_options(protocol: str, options: Mapping[str, Any]) -> None:
                 _refuse_unknown(kind, in_force.get(option) or {}, known, f" in `{option}`")
     if client != "adlfs":
         _check_endpoint(client, in_force)
+
+
+def protocols_of(fs: Any) -> tuple[str, ...]:
+    """Returns the protocols of a file system, or of a class of these."""
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def clients_of(fs: AbstractFileSystem) -> set[str]:
+    """Returns the packages that the file system's class and its bases come from."""
+    return {base.__module__.partition(".")[0] for base in type(fs).__mro__}
 
 
 def _refuse_unknown(kind: Any, options: Mapping[str, Any], known: set[str], within: str = "") -> None:
@@ -70,7 +79,7 @@ def _known(kind: Any) -> set[str]:
 
 @functools.cache
 def _known_within() -> dict[str, set[str]]:
-    """The names that s3fs passes on to what it makes its client with, by its option that holds them."""
+    """Returns the names that s3fs passes on to the constructors of its client, by its option that holds them."""
     from aiobotocore.config import AioConfig
     from botocore.session import Session
 

@@ -14,9 +14,11 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
+from lightning.fabric.storage.paths.client_options import clients_of
+
 log = logging.getLogger(__name__)
 
-#: How botocore calls the places that are read anew, and how they are called for the user.
+#: Providers of botocore that are read anew, and their settings with the name of the file.
 _FILES_OF_S3 = {"shared-credentials-file": "credentials_file", "config-file": "config_file"}
 _VARIABLES_OF_S3 = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN"
 _VARIABLES_OF_AZURE = {
@@ -33,27 +35,27 @@ def keep_current(fs: AbstractFileSystem, connect: bool = False) -> None:
 
     Args:
         fs: A file system.
-        connect: Also if the client has not read its credentials yet, which it then does now.
+        connect: Connect first a client that has not read its credentials yet.
     """
-    modules = {base.__module__.partition(".")[0] for base in type(fs).__mro__}
-    if "s3fs" in modules and hasattr(fs, "_s3"):  # old releases are refused elsewhere
+    clients = clients_of(fs)
+    if "s3fs" in clients and hasattr(fs, "_s3"):  # old releases are refused elsewhere
         if connect and not fs.asynchronous:
             fs.connect()
         if fs._s3 is not None:
             _keep_current_on_s3(fs)
-    elif "gcsfs" in modules and hasattr(fs, "credentials"):
+    elif "gcsfs" in clients and hasattr(fs, "credentials"):
         _keep_current_on_gcs(fs.credentials)
-    elif "adlfs" in modules and hasattr(fs, "service_client"):
+    elif "adlfs" in clients and hasattr(fs, "service_client"):
         _renew_on_azure(fs)
 
 
 def is_kept_current(credentials: Any) -> bool:
-    """Whether credentials of a client of S3 are read anew before each request."""
+    """Returns whether credentials of a client of S3 are read anew before each request."""
     return "get_frozen_credentials" in vars(credentials)
 
 
 def place_of(fs: AbstractFileSystem) -> str:
-    """Where the client of ``fs`` has its credentials from, for messages; empty where that is not known."""
+    """Returns the origin of the credentials of ``fs``, for messages; empty where that is not known."""
     if (client := getattr(fs, "_s3", None)) is not None:
         return _place_on_s3(fs, client._request_signer._credentials)
     if hasattr(fs, "credentials"):
@@ -79,7 +81,7 @@ def _keep_current_on_s3(fs: Any) -> None:
 
 
 async def _read_anew(credentials: Any, get_frozen: Any, provider: Any) -> Any:
-    """What a client of S3 signs with. All clients of a session share ``credentials``."""
+    """Returns what a client of S3 signs with. All clients of a session share ``credentials``."""
     from botocore.exceptions import BotoCoreError
 
     try:

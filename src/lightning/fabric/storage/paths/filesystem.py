@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from fsspec import AbstractFileSystem, available_protocols, get_filesystem_class
-from fsspec.asyn import sync
+from fsspec.asyn import AsyncFileSystem, sync
 from fsspec.config import conf
 from fsspec.core import url_to_fs
 from fsspec.implementations.memory import MemoryFileSystem
@@ -24,7 +24,7 @@ def connect(url: str, given: Mapping[str, Any]) -> tuple[AbstractFileSystem, str
 
     Args:
         url: The URL.
-        given: What the file system is made with, on top of its configuration.
+        given: The options of the file system, on top of its configuration.
 
     Raises:
         ValueError: The protocol is not known, its client lacks an option, has no option or no file of that name, or
@@ -57,9 +57,14 @@ def connect(url: str, given: Mapping[str, Any]) -> tuple[AbstractFileSystem, str
 
 def refresh(fs: AbstractFileSystem, path: str) -> None:
     """Has a file system forget what it remembers about a path, and its client use the credentials of now."""
-    for stale in (path, fs._parent(path)):
-        fs.invalidate_cache(stale)
+    forget(fs, path)
     keep_current(fs)
+
+
+def forget(fs: AbstractFileSystem, path: str) -> None:
+    """Has a file system forget what it remembers about a path."""
+    fs.invalidate_cache(path)
+    fs.invalidate_cache(fs._parent(path))
 
 
 def _split_where_taken_for_a_query(url: str) -> tuple[str, str]:
@@ -81,29 +86,31 @@ def _split_where_taken_for_a_query(url: str) -> tuple[str, str]:
 
 
 def is_object_store(fs: AbstractFileSystem) -> bool:
-    """Tells whether the file system stores a whole object with one call of ``pipe_file``, which is atomic.
+    """Returns whether the file system stores a whole object with one call of ``pipe_file``, which is atomic.
 
     That is so when it brings a ``pipe_file`` of its own; the inherited one opens a file and writes into it.
     """
-    from fsspec.asyn import AsyncFileSystem
-
     wrapped = getattr(fs, "fs", None)  # a DirFileSystem is what it wraps
     if isinstance(wrapped, AbstractFileSystem):
         return is_object_store(wrapped)
-    if isinstance(fs, AsyncFileSystem):
-        return type(fs)._pipe_file is not AsyncFileSystem._pipe_file
-    return type(fs).pipe_file is not AbstractFileSystem.pipe_file
+    return has_own(fs, "pipe_file")
+
+
+def has_own(fs: AbstractFileSystem, method: str) -> bool:
+    """Returns whether a file system does not inherit a method from fsspec."""
+    base, name = (AsyncFileSystem, f"_{method}") if isinstance(fs, AsyncFileSystem) else (AbstractFileSystem, method)
+    return getattr(type(fs), name) is not getattr(base, name)
 
 
 def lacks_bucket(fs: AbstractFileSystem, path: str) -> bool:
-    """Tells whether the store says that there is no such bucket as that of ``path``."""
+    """Returns whether the bucket of ``path`` is known to be missing."""
     if has_folders(fs):
         return False
     bucket = path.partition("/")[0]
     try:
         if kind_of(fs, bucket) != "nothing":
             return False
-        fs.ls(bucket)  # gcsfs says so of an empty one as well, to whom may not ask for it
+        fs.ls(bucket)  # for gcsfs, an empty one is nothing as well, where it is forbidden to ask for it
     except FileNotFoundError:
         return True
     except Exception:  # it may be forbidden to ask, and is of no help to an error about something else
@@ -117,7 +124,7 @@ def names_inside(fs: AbstractFileSystem, path: str) -> list[str]:
 
 
 def infos_inside(fs: AbstractFileSystem, path: str) -> list[tuple[str, dict[str, Any]]]:
-    """Returns what the file system says of all that is right inside a folder, with its name there."""
+    """Returns the file system's info of all that is right inside a folder, with its name there."""
     inside = path.rstrip("/") + "/"
     found = [(str(info["name"]).rstrip("/"), info) for info in fs.ls(path, detail=True)]  # FTP gives no more else
     return [(name[len(inside) :], info) for name, info in found if name.startswith(inside)]
@@ -131,7 +138,7 @@ def modified(fs: AbstractFileSystem, path: str) -> float:
 
 
 def files_below(fs: AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
-    """Returns what the file system says of all files in a folder, also if a file has its name, by their paths."""
+    """Returns the file system's info of all files in a folder, also if a file has its name, by their paths."""
     inside = path.rstrip("/") + "/"
     in_bucket = "/" in path.strip("/")  # there is nothing around a bucket to look in
     if in_bucket and "prefix" in inspect.signature(getattr(fs, "_find", fs.find)).parameters:
@@ -144,7 +151,7 @@ def files_below(fs: AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
 
 
 def has_folders(fs: AbstractFileSystem) -> bool:
-    """Tells whether a folder is more than a part of names, as also in memory, which is atomic like object stores."""
+    """Returns whether a folder is more than a part of names, as also in memory, which is atomic like object stores."""
     return not is_object_store(fs) or isinstance(fs, MemoryFileSystem)
 
 
@@ -154,7 +161,7 @@ def kind_of(fs: AbstractFileSystem, path: str) -> str:
 
 
 def info_of(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
-    """Returns what the file system says of ``path``; ``"type"`` is as for :func:`kind_of`."""
+    """Returns the file system's info of ``path``; ``"type"`` is that of :func:`kind_of`."""
     try:
         return dict(fs.info(path))
     except (FileNotFoundError, NotADirectoryError):  # the latter below a name that is a file
@@ -162,12 +169,12 @@ def info_of(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
 
 
 def is_zonal(fs: AbstractFileSystem, path: str) -> bool:
-    """Tells whether ``path`` is in a zonal bucket, whose objects are written and read over gRPC."""
+    """Returns whether ``path`` is in a zonal bucket, whose objects are written and read over gRPC."""
     return _is_bucket(fs, path, "_is_zonal_bucket")
 
 
 def is_hierarchical(fs: AbstractFileSystem, path: str) -> bool:
-    """Tells whether ``path`` is in a bucket of Google's with folders, which stay when all that was in them is removed.
+    """Returns whether ``path`` is in a bucket of Google's with folders, which stay when they are empty.
 
     Files and folders there can have the same name all the same.
     """

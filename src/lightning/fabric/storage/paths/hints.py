@@ -1,4 +1,4 @@
-"""What to do about a store that cannot be reached, or refuses: which package to install, which variable to set."""
+"""Advice about a store that cannot be reached, or refuses: a package to install, a variable to set."""
 
 import difflib
 
@@ -27,7 +27,7 @@ _CREDENTIALS = {
     ),
     "webhdfs": "Put the user into the URL, webhdfs://USER@HOST:PORT/, or set the storage option `kerberos`",
 }
-#: What one needs for what is done with an object. AWS grants the listing of a bucket, and of prefixes in it.
+#: The permissions for each action on an object. AWS grants the listing of a bucket, and of prefixes in it.
 _PERMISSIONS = {
     "s3": {
         "write": "the permission `s3:PutObject`",
@@ -58,31 +58,31 @@ _ENDPOINTS = {
 
 
 def about_protocol(protocol: str) -> str:
-    """Which protocol may be meant by one that fsspec does not know, as a sentence without a full stop."""
+    """Returns the protocols that may be meant by an unknown one, as a sentence without a full stop."""
     near = difflib.get_close_matches(protocol, available_protocols(), 3)
     hint = f": do you mean {' or '.join(map(repr, near))}?" if near else ": use that of a URL, such as 's3' or 'gs'"
     return f"fsspec knows no protocol {protocol!r}{hint}"
 
 
 def about_package(url: str) -> str:
-    """What to install for ``url``, as a sentence; empty where it is not known."""
+    """Returns what to install for ``url``, as a sentence; empty where it is not known."""
     package = _PACKAGES.get(_store(url), "")
     return f" Install {package}" if package else ""
 
 
 def about_credentials(url: str) -> str:
-    """Where the credentials for ``url`` come from, as a sentence; empty where that is not known."""
+    """Returns how to set the credentials for ``url``, as a sentence; empty where that is not known."""
     credentials = _CREDENTIALS.get(_store(url), "")
     return f" {credentials}." if credentials else ""
 
 
 def about_permission(url: str, action: str, is_unexplained: bool) -> str:
-    """Which permission to grant for an action that a store refuses, as a sentence; empty where that is not known.
+    """Returns what to do about an action that a store refuses, as sentences; empty where that is not known.
 
     Args:
         url: A URL.
         action: ``"write"``, ``"read"``, ``"look at"``, ``"remove"`` or ``"abort"``.
-        is_unexplained: Whether the store has answered with nothing but a status.
+        is_unexplained: The store has answered with nothing but a status.
     """
     permission = _PERMISSIONS.get(_store(url), {}).get(action, "")
     if not permission:
@@ -95,11 +95,11 @@ def about_permission(url: str, action: str, is_unexplained: bool) -> str:
 
 
 def about_expiry(url: str, place: str) -> str:
-    """What to do about credentials for ``url`` that are no longer valid, as sentences.
+    """Returns what to do about credentials for ``url`` that are no longer valid, as sentences.
 
     Args:
         url: A URL.
-        place: Where they were looked for, if that is known.
+        place: The origin of the credentials; empty where that is not known.
     """
     if not place:
         return f" The credentials have expired, or are not valid.{about_credentials(url)}"
@@ -107,12 +107,12 @@ def about_expiry(url: str, place: str) -> str:
 
 
 def about_endpoint(url: str) -> str:
-    """What tells which server ``url`` is on, as a sentence."""
+    """Returns the settings that determine the server of ``url``, as sentences."""
     return f" Is the server the right one? See {_ENDPOINTS.get(_store(url), 'the host and the port in the URL')}."
 
 
 def about_bucket(url: str) -> str:
-    """What to do if there is no such bucket, as a sentence."""
+    """Returns what to do about a bucket that is missing, without a full stop."""
     what = "container" if _store(url) == "azure" else "bucket"
     name = url.partition("://")[2].partition("/")[0].rpartition("@")[2]
     return f"There is no {what} {name!r}: make it, or correct the URL or the endpoint"

@@ -18,7 +18,7 @@ LOCAL_PROTOCOLS = ("file", "local")
 _MANGLED = re.compile(r"(?:^|(?<=[/\\]))(\w[\w.+-]+):[/\\](?![/\\])")
 
 
-#: What functions take that both Lightning and others of this package call.
+#: The argument of functions that both Lightning and others of this package call.
 AnyPath = str | os.PathLike[str] | Place
 
 
@@ -30,7 +30,7 @@ def locate(path: AnyPath, options: Mapping[str, Any] | None = None) -> Place:
 
     Args:
         path: A local path or a URL, or a place, which is returned as it is.
-        options: What fsspec's file system is made with (``endpoint_url``, ``key``, ...), on top of its configuration.
+        options: The options of fsspec's file system (``endpoint_url``, ``key``, ...), on top of its configuration.
             They mean nothing to a local path.
 
     Raises:
@@ -45,7 +45,7 @@ def locate(path: AnyPath, options: Mapping[str, Any] | None = None) -> Place:
     if isinstance(path, Place):
         return path
     text = os.fspath(path)
-    if (mangled := _MANGLED.search(text)) is not None and mangled[1] in _remote_protocols():
+    if (mangled := _MANGLED.search(text)) is not None and mangled[1] in {*available_protocols()} - {*LOCAL_PROTOCOLS}:
         if isinstance(path, Path) and mangled.start() == 0:
             text = f"{mangled[1]}://{Path(text[mangled.end() :]).as_posix()}"
         elif not os.path.isdir(text[: mangled.end()]):
@@ -58,15 +58,11 @@ def locate(path: AnyPath, options: Mapping[str, Any] | None = None) -> Place:
     return LocalPlace(LocalFileSystem._strip_protocol(text) if _is_local_url(text) else os.path.expanduser(text))
 
 
-def _remote_protocols() -> set[str]:
-    return set(available_protocols()).difference(LOCAL_PROTOCOLS)
-
-
 def only_local(path: str | os.PathLike[str], what: str) -> str | os.PathLike[str]:
     """Returns ``path``, where nothing but a local folder will do.
 
     Raises:
-        ValueError: It is a URL. The message says so of ``what``.
+        ValueError: It is a URL. The message names ``what``.
     """
     place = locate(path)
     if place.is_local:

@@ -33,7 +33,7 @@ class Entry(NamedTuple):
     Attributes:
         name: Its name there.
         kind: ``"file"`` or ``"directory"``.
-        size: In bytes; None where the listing does not tell.
+        size: Bytes; None where the listing has none.
     """
 
     name: str
@@ -44,15 +44,15 @@ class Entry(NamedTuple):
 class Place(ABC):
     """A file or a folder, or where there is going to be one.
 
-    As text it is what messages may show, without passwords and signatures. Two places are equal if they are of the same
+    Its text can be shown in messages, without passwords and signatures. Two places are equal if they are of the same
     kind and their raw text is the same. One can be pickled for another process.
 
     Args:
         raw: The text as Lightning and fsspec take it, secrets included.
-        options: What fsspec's file system is made with, on top of its configuration. They may hold secrets.
+        options: The options of fsspec's file system, on top of its configuration. They may hold secrets.
 
     Attributes:
-        is_local: Whether it is on a file system of this machine.
+        is_local: True on a file system of this machine.
     """
 
     is_local: ClassVar[bool]
@@ -125,18 +125,18 @@ class Place(ABC):
         """
 
     def is_same(self, other: "Place") -> bool:
-        """Tells whether another name is that of the same place."""
+        """Returns whether another name is that of the same place."""
         return self._may_share_client(other) and self.resolve() == other.resolve()
 
     def is_within(self, folder: "Place") -> bool:
-        """Tells whether it is below a folder, as far as names tell."""
+        """Returns whether it is below a folder, as far as names go."""
         if not self._may_share_client(folder):
             return False
         (fs, path), (other, above) = self.resolve(), folder.resolve()
         return fs == other and path.startswith(above.rstrip("/") + "/")
 
     def _may_share_client(self, other: "Place") -> bool:
-        """Tells whether the protocols alone, which need not be known, let two places be in one store."""
+        """Returns whether the protocols alone, which need not be known, let two places be in one store."""
         protocols = (self.protocol, other.protocol)
         one, two = (known_implementations.get(name, {"class": name})["class"] for name in protocols)
         return bool(one == two)
@@ -152,19 +152,19 @@ class Place(ABC):
         return filesystem.kind_of(*self.resolve())
 
     def is_file(self) -> bool:
-        """Tells whether there is a file (an object) of exactly that name."""
+        """Returns whether there is a file (an object) of exactly that name."""
         return self.kind() == "file"
 
     def is_folder(self) -> bool:
-        """Tells whether there is a folder that keeps a file of that name from being written."""
+        """Returns whether there is a folder that keeps a file of that name from being written."""
         return not self.shares_names() and self.kind() == "directory"
 
     def is_broken_link(self) -> bool:
-        """Tells whether there is a link that leads to nothing."""
+        """Returns whether there is a link that leads to nothing."""
         return False
 
     def shares_names(self) -> bool:
-        """Tells whether a file and a folder can have the same name there.
+        """Returns whether a file and a folder can have the same name there.
 
         So it is on object stores, where folders are no more than a part of names: ``last.ckpt`` and
         ``last.ckpt/meta.pt`` exist side by side.
@@ -201,7 +201,7 @@ class Place(ABC):
 
         Raises:
             OSError: There is nothing, or the store did not answer.
-            NotImplementedError: The file system does not tell.
+            NotImplementedError: The file system has no such time.
         """
         fs, path = self.resolve()
         if filesystem.kind_of(fs, path) != "directory":
@@ -209,7 +209,7 @@ class Place(ABC):
         return max((filesystem.modified(fs, name) for name in filesystem.files_below(fs, path)), default=0.0)
 
     def lacks_bucket(self) -> bool:
-        """Tells whether the store says that there is no such bucket."""
+        """Returns whether the bucket is known to be missing."""
         return not self.protocol.startswith("http") and filesystem.lacks_bucket(*self.resolve())
 
     @abstractmethod

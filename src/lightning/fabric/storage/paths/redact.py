@@ -2,13 +2,13 @@
 
 import re
 
-#: What may stand in a URL in clear text and must not reach a log: a password, and the signature of a signed URL.
+#: Parts of a URL in clear text that must not reach a log: a password, and the signature of a signed URL.
 _SECRETS = (
     (re.compile(r"(?<=://)([^/\s:]*):[^/\s]+@"), r"\1:***@"),
     (re.compile(r"(?<=://)[^/\s:]+@"), r"***@"),
     (
         re.compile(
-            # neither `max-keys` nor what says where a listing goes on
+            # neither `max-keys` nor the place where a listing goes on
             r"([?&](?:sig|[\w-]*(?:signature|(?<!continuation-)(?<!page)token|credential|secret|password|key(?:id)?))=)"
             r"[^&\s'\"]+",
             re.IGNORECASE,
@@ -23,7 +23,7 @@ def redact(text: str, url: str = "") -> str:
 
     Args:
         text: A URL, or a message that holds one.
-        url: What the message is about, whose password a client may repeat without the rest of it.
+        url: The URL that the message is about, whose password a client may repeat without the rest of it.
     """
     if (found := re.search(r"://([^/\s]*)@", url)) is not None:
         text = text.replace(f"{found[1]}@", "***@")

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from lightning.fabric.storage.paths.filesystem import (
     files_below,
@@ -65,7 +66,7 @@ def remove_file(place: Place) -> None:
 
 
 def remove_folder(place: Place) -> None:
-    """As :func:`remove`, but a file of that name beside the folder stays."""
+    """Removes a folder with all that is in it, as :func:`remove`; a file of that name beside it stays."""
     if not isinstance(place, LocalPlace):
         _remove_files_and_folders(*place.resolve())
     elif place.path.is_dir():
@@ -96,8 +97,10 @@ def remove_names(place: Place, names: Iterable[str]) -> None:
 
 
 def remove_any(fs: AbstractFileSystem, path: str) -> None:
-    """As :func:`remove`, for a path of a file system."""
-    if kind_of(fs, path) == "file":
+    """Removes a file or a folder by its path in a file system, as :func:`remove`."""
+    if isinstance(fs, LocalFileSystem):
+        remove(LocalPlace(path))
+    elif kind_of(fs, path) == "file":
         fs.rm_file(path)
     else:
         _remove_files_and_folders(fs, path)

@@ -12,12 +12,13 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from lightning.fabric.storage.paths.filesystem import has_folders, is_zonal, kind_of, names_inside
 from lightning.fabric.storage.paths.place import LocalPlace, Place
@@ -31,7 +32,7 @@ _FUNCTIONS = {
     "linux": ("renameat2", (-100, None, -100, None, 2)),  # AT_FDCWD, and RENAME_EXCHANGE; since glibc 2.28
     "darwin": ("renamex_np", (None, None, 2)),  # RENAME_SWAP
 }
-#: What systems and file systems answer that cannot do it; also where one of the two is on a lower layer of an overlay.
+#: Errors of systems and file systems that cannot do it; also where one of the two is on a lower layer of an overlay.
 _UNABLE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV)
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
@@ -41,9 +42,9 @@ _in_use: set[str] = set()
 
 @contextmanager
 def temporary_beside(name: str) -> Iterator[str]:
-    """A name for what is going to be called ``name``, in the same folder, while that is being written.
+    """Yields a name in the same folder for what is going to be called ``name``, while that is being written.
 
-    It does not hold ``name``, which may be as long as a name can be, but tells :func:`remove_leftovers` whose it is.
+    It does not contain ``name``, which may be as long as a name can be, but a mark of it for :func:`remove_leftovers`.
     """
     with _using(f".{_mark_of(name)}{secrets.token_hex(3)}.tmp") as temporary:
         yield temporary
@@ -67,7 +68,7 @@ def replace_by_folder(new: Place, place: Place) -> None:
 
     ``new`` is beside ``place``. The two exchange their names where the system and the file system can do that. Else
     the old one is called ``<name>.<12 hexadecimal digits>.old`` for a moment in which there is nothing at ``place``.
-    Then it is removed; a failure to do so is only told. Not for places where files and folders share names: there is
+    Then it is removed; a failure to do so is only logged. Not for places where files and folders share names: there is
     nothing to replace.
 
     Raises:
@@ -82,25 +83,15 @@ def replace_by_folder(new: Place, place: Place) -> None:
 
 
 def take_place(new: Path, path: Path) -> None:
-    """As :func:`replace_by_folder`, for a file or a folder of this machine."""
+    """Gives a finished file or folder of this machine the name of another, as :func:`replace_by_folder`."""
     if os.path.lexists(path) and exchange(new, path):
         sync_folder(path.parent)  # the new one has the name for good before the old one goes
-        with _failure_told(new):
+        with _failure_logged(new):
             remove(LocalPlace(new))
         return
-    with _using(f"{path.name}.{secrets.token_hex(6)}.old") as name:
-        aside = path.with_name(name)
-        try:
-            with suppress(FileNotFoundError):
-                path.rename(aside)
-            new.rename(path)
-        except BaseException:
-            if os.path.lexists(aside) and not os.path.lexists(path):
-                aside.rename(path)
-            raise
+    with set_aside(LocalFileSystem(), os.path.abspath(path)):
+        new.rename(path)
         sync_folder(path.parent)
-        with _failure_told(aside):
-            remove(LocalPlace(aside))
 
 
 @contextmanager
@@ -120,7 +111,7 @@ def set_aside(fs: AbstractFileSystem, path: str) -> Iterator[None]:
         except BaseException:
             _bring_back(fs, aside, path)
             raise
-        with _failure_told(aside):
+        with _failure_logged(aside):
             remove_any(fs, aside)
 
 
@@ -134,8 +125,8 @@ def _bring_back(fs: AbstractFileSystem, aside: str, path: str) -> None:
 
 
 @contextmanager
-def _failure_told(left: object) -> Iterator[None]:
-    """For a body that removes what nobody needs. The save is complete, so that a failure here is no failure of it."""
+def _failure_logged(left: object) -> Iterator[None]:
+    """Logs a failure of the body, which removes what nobody needs after a save that is complete."""
     try:
         yield
     except Exception as error:
@@ -158,15 +149,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_leftovers(place: Place) -> None:
-    """Removes what saves to this place have left that were killed. To be called by a save that is complete.
+    """Removes what saves to this place have left that were killed; for a save that is complete.
 
     Beside the place that is whatever is called ``<name>.<12 hexadecimal digits>.old`` or ``.new``, and the temporary
     files for this very name, one of which is the old folder if the kill came just after the exchange; in a folder at
     the place, all temporary files. Names of other places, and those that a save of this process is using, stay. A save
     to the same place by another process at the same time would lose its file, but must not be anyway. On object stores
-    there is nothing of the kind, but in zonal buckets. A failure is only told.
+    there is nothing of the kind, but in zonal buckets. A failure is only logged.
     """
-    with _failure_told(place):
+    with _failure_logged(place):
         if place.is_local:
             for one in {place.absolute(), place.real()}:  # a link is written through
                 inside = one.list_names() if one.kind() == "directory" else []
@@ -208,7 +199,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 @cache
 def _system_call() -> Callable[[bytes, bytes], int] | None:
-    """What exchanges two absolute paths, and sets ctypes' errno if it does not return zero."""
+    """Returns the function that exchanges two absolute paths, and sets ctypes' errno if it does not return zero."""
     if sys.platform not in _FUNCTIONS:
         return None
     name, arguments = _FUNCTIONS[sys.platform]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 
+from lightning.fabric.storage.paths.client_options import clients_of
 from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport.refusals import lacks_permission
 from lightning.fabric.storage.transport.threads import Call
@@ -20,7 +21,7 @@ _PLANNED_PARTS = 9_000
 MOST_PARTS = 10_000
 #: Smaller parts mean more requests, larger ones more memory in flight.
 SMALLEST_PART = 32 * _MIB
-#: Of a file whose writer wants little memory used.
+#: The same for a file that is to be written with little memory.
 SMALLEST_LEAN_PART = 16 * _MIB
 #: Parts in flight, while they are small.
 _PARTS_IN_FLIGHT = 8
@@ -33,13 +34,13 @@ _ALLOWED_PARTS = (5 * _MIB, 4000 * _MIB)
 #: The option of each client for the size of parts.
 _OPTIONS_OF_SIZE = {"s3fs": "default_block_size", "gcsfs": "block_size", "adlfs": "blocksize"}
 #: The metadata of an object of several parts in which its upload is marked. If the answer to the request that commits
-#: it is lost, and the next attempt hears that there is no such upload, the mark shows whether the object is that one.
+#: it is lost, and the next attempt finds no such upload, the mark shows whether the object is that one.
 #: Letters alone: proxies drop the header of a name with an underscore, and Azure knows no hyphens.
 TOKEN = "lightningsave"
 #: Seconds for which an interrupted save tries to take back what it has uploaded.
 ABORT_S = 10
 
-#: The largest object of a store, in bytes: the largest part times the number of parts, and what GCS says.
+#: The largest object of a store, in bytes: the largest part times the number of parts, and GCS's own limit.
 LARGEST_OBJECT = {"S3": MOST_PARTS * 5 * 2**30, "GCS": 5 * 2**40, "Azure": 50_000 * 4000 * _MIB}
 
 
@@ -71,7 +72,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, fs: AbstractFileSystem, lean: bool, files: int) -> "Parts":
-        """See :func:`~lightning.fabric.storage.transport.open.open_writer`; the options of ``fs`` go first."""
+        """Chooses them by the options of ``fs``, and by those of ``open_writer``."""
         options = [_OPTIONS_OF_SIZE[client] for client in clients_of(fs) if client in _OPTIONS_OF_SIZE]
         wanted = next((fs.storage_options[option] for option in options if fs.storage_options.get(option)), None)
         smallest = SMALLEST_LEAN_PART if lean else SMALLEST_PART
@@ -82,23 +83,18 @@ class Parts(NamedTuple):
         return cls(smallest * (_LARGER if wanted is None and files >= _MANY_FILES else 1), memory, most)
 
     def in_flight(self, part: int) -> int:
-        """The number of parts of ``part`` bytes in flight: the larger they are the fewer, to bound memory."""
+        """Returns the number of parts of ``part`` bytes in flight: the larger they are the fewer, to bound memory."""
         return min(self.most, max(2, self.memory // part))
 
 
-def clients_of(fs: AbstractFileSystem) -> set[str]:
-    """The packages that the file system's class and its bases come from."""
-    return {base.__module__.partition(".")[0] for base in type(fs).__mro__}
-
-
 def requests_at_a_time(fs: AbstractFileSystem) -> int | None:
-    """The number of requests for one file that may be in flight, if an option of ``fs`` limits it."""
+    """Returns the number of requests for one file that may be in flight, if an option of ``fs`` limits it."""
     most: int | None = fs.storage_options.get("max_concurrency")
     return most
 
 
 def part_size(size: int, smallest: int) -> int:
-    """The size of the parts, in bytes and a multiple of 1 MiB, in which an object of ``size`` bytes is uploaded.
+    """Returns the size of the parts, in bytes, a multiple of 1 MiB, in which an object of ``size`` bytes is uploaded.
 
     It is ``smallest`` unless there would be too many: any object that S3 and GCS can hold stays under their limit of
     10,000 parts. All parts but the last have it, for there are stores that take no others (Cloudflare R2).
@@ -120,7 +116,7 @@ def check_count(end: int, part: int) -> None:
 
 
 def new_token() -> str:
-    """A mark for the object of one upload, see :data:`TOKEN`."""
+    """Returns a mark for the object of one upload, see :data:`TOKEN`."""
     return secrets.token_hex(16)
 
 
@@ -135,7 +131,7 @@ def leave_unmarked(fs: AbstractFileSystem, reason: BaseException) -> None:
         fs.__dict__["_refuses_metadata"] = True
         log.info(
             f"A store of {type(fs).__name__} takes no metadata ({redact(str(reason))}): if the answer to the last"
-            " request of an upload is lost, nothing will tell whether that was committed."
+            " request of an upload is lost, nothing will show whether that was committed."
         )
 
 

@@ -14,7 +14,7 @@ from fsspec import AbstractFileSystem
 from typing_extensions import override
 
 from lightning.fabric.storage.paths.credentials import keep_current
-from lightning.fabric.storage.paths.filesystem import has_folders, is_object_store, is_zonal, kind_of
+from lightning.fabric.storage.paths.filesystem import has_folders, is_object_store, is_zonal
 from lightning.fabric.storage.paths.place import LocalPlace, Place
 from lightning.fabric.storage.save_report import note_unknown_retries, writing
 from lightning.fabric.storage.transport import multipart, progress
@@ -29,7 +29,13 @@ from lightning.fabric.storage.transport.backends import (
     s3fs,
 )
 from lightning.fabric.storage.transport.backends.obstore_config import native_store
-from lightning.fabric.storage.transport.errors import context_kept, failure, failures_named, unexplained
+from lightning.fabric.storage.transport.errors import (
+    context_kept,
+    failure,
+    failures_named,
+    questions_named,
+    unexplained,
+)
 from lightning.fabric.storage.transport.ranged_file import RangedFile, Source
 from lightning.fabric.storage.transport.retry import NO_SUCH_RANGE, is_transient, retrying, status_of
 from lightning.fabric.storage.transport.sink import GivenUp, Sink, uploading
@@ -44,7 +50,7 @@ def open_writer(
     idle: Callable[[], None] = lambda: None,
     disposable: bool = False,
 ) -> Iterator[Sink]:
-    """A file to write to, which becomes the file at ``place`` when the context ends without an exception.
+    """Yields a file to write to, which becomes the file at ``place`` when the context ends without an exception.
 
     Whatever happens before that, ``KeyboardInterrupt`` included, leaves the previous file as it was.
 
@@ -74,7 +80,7 @@ def open_writer(
                     raise
         except Exception as error:
             if error is callers or (sink is None and isinstance(error, (ImportError, ValueError))):
-                raise  # an unknown protocol, or a client library that is not installed: fsspec says what to do
+                raise  # an unknown protocol, or a client library that is not installed: its message has what to do
             cause = (sink and sink.error) or error
             if isinstance(cause, GivenUp):
                 raise cause from None
@@ -107,7 +113,7 @@ def _client_backend(fs: AbstractFileSystem, path: str, lean: bool, parts: multip
 
 
 def open_reader(place: Place) -> IO[bytes]:
-    """The file at ``place``, to read from and seek in: a :class:`RangedFile`, unless it is a local file.
+    """Opens the file at ``place`` to read and to seek in: a :class:`RangedFile`, unless it is a local file.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -122,7 +128,7 @@ def open_reader(place: Place) -> IO[bytes]:
 
 @context_kept()
 def open_source(place: Place) -> Source:
-    """The file at ``place``, whose ranges can be read in any order, into memory that the caller has.
+    """Opens the file at ``place``, whose ranges can be read in any order, into memory that the caller has.
 
     What fails for a moment is tried again. Close it when no read goes on any more.
 
@@ -134,10 +140,12 @@ def open_source(place: Place) -> Source:
     open_it = _opener(place)
     try:
         return _Named(place, open_it())
-    except FileNotFoundError as error:
+    except (FileNotFoundError, IsADirectoryError) as error:
+        with questions_named(place):
+            is_folder = isinstance(error, IsADirectoryError) or place.kind() == "directory"
+        if is_folder:
+            raise IsADirectoryError(f"{place} is a folder") from error
         raise FileNotFoundError(f"There is no file {place}") from error
-    except IsADirectoryError as error:
-        raise IsADirectoryError(f"{place} is a folder") from error
     except Exception as error:
         raise failure("read", place, error) from unexplained(error)
 
@@ -149,24 +157,12 @@ def _opener(place: Place) -> Callable[[], Source]:
     fs, path = place.resolve()
     keep_current(fs, connect=True)
     native = native_store(fs, path, reading=True)
-    if native is None and not is_zonal(fs, path):
-        return partial(fsspec_reader.FsspecSource, fs, path)
-    if native is None:
+    if native is not None:
+        return partial(obstore_reader.ObstoreSource, fs, path, *native)
+    if is_zonal(fs, path):
         gcs_zonal.client_module("async_multi_range_downloader")
-
-    def open_object() -> Source:
-        try:
-            return (
-                gcs_zonal_reader.ZonalSource(fs, path)
-                if native is None
-                else obstore_reader.ObstoreSource(fs, path, *native)
-            )
-        except FileNotFoundError as error:
-            if kind_of(fs, path) == "directory":
-                raise IsADirectoryError(path) from error
-            raise
-
-    return open_object
+        return partial(gcs_zonal_reader.ZonalSource, fs, path)
+    return partial(fsspec_reader.FsspecSource, fs, path)
 
 
 class _Named(Source):

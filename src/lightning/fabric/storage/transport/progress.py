@@ -4,11 +4,11 @@ _steps = 0
 
 
 def made() -> None:
-    """To be called when bytes have been moved, or a request has been answered, in whichever thread."""
+    """Counts a step: bytes that have been moved, or a request that has been answered, in whichever thread."""
     global _steps
     _steps += 1  # one of another thread may get lost, but the number is another one all the same
 
 
 def count() -> int:
-    """A number that changes with each step."""
+    """Returns a number that changes with each step."""
     return _steps

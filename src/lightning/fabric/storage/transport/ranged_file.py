@@ -28,7 +28,7 @@ class Source(Protocol):
     """A file whose ranges can be read."""
 
     size: int
-    #: Whether :meth:`read_into` can be called from many threads at a time.
+    #: True if :meth:`read_into` can be called from many threads at a time.
     parallel: bool
 
     def read_into(self, start: int, view: memoryview) -> None:
@@ -87,7 +87,7 @@ class RangedFile(io.RawIOBase):
             self.expect([(start, stop)])
             self._position = start
             data = np.empty(stop - start, np.uint8).data
-            self._read(data)
+            self._fill(data)
             self._kept.append((start, data))
 
     @override
@@ -114,12 +114,12 @@ class RangedFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             with memoryview(buffer) as whole, whole.cast("B") as view:
-                return self._read(view[: max(0, self.size - self._position)])
+                return self._fill(view[: max(0, self.size - self._position)])
         except BaseException as error:
             self.error = self.error or error
             raise
 
-    def _read(self, view: memoryview) -> int:
+    def _fill(self, view: memoryview) -> int:
         done = 0
         while done < len(view):
             rest = view[done:]
@@ -195,7 +195,7 @@ class RangedFile(io.RawIOBase):
 
 
 def _blocks(ranges: Iterable[_Block]) -> Iterator[_Block]:
-    """The ranges, joined where one follows on the other, in pieces of at most the size of a block."""
+    """Coalesces ranges where one follows on the other, and cuts them into pieces of at most :data:`REQUEST` bytes."""
     start = stop = 0
     for first, end in ranges:
         if first != stop:

@@ -17,7 +17,7 @@ _NOT_VALID = re.compile(
     r"|AuthenticationFailed|NoAuthenticationInformation|Anonymous caller"
 )
 _OF_THE_CLOCK = re.compile(r"RequestTimeTooSkewed")
-#: How stores name the permission that is missing, and who lacks it: AWS, Google, and Google with conditions.
+#: Messages with the missing permission and its lacking owner: of AWS, of Google, and of Google with conditions.
 _PERMISSIONS = (
     re.compile(r"User: (?P<who>\S+) is not authorized to perform: (?P<permission>\w+:\w+)"),
     re.compile(r"(?P<who>\S+@\S+) does not have (?P<permission>[\w.]+) access"),
@@ -37,8 +37,8 @@ def about_refusal(place: Place, action: str, cause: BaseException) -> str:
     """Returns advice about a store's refusal: to set credentials only where there are none, or wrong ones.
 
     Args:
-        place: What was asked for.
-        action: What was being done: ``"write"``, ``"read"``, ``"look at"``, ``"remove"`` or ``"abort"``. The request
+        place: The place that was asked for.
+        action: The action: ``"write"``, ``"read"``, ``"look at"``, ``"remove"`` or ``"abort"``. The request
             that was refused, if it is known, goes before that.
         cause: The client's error.
     """
@@ -60,7 +60,7 @@ def lacks_credentials(error: BaseException) -> bool:
 
 
 def are_invalid(error: BaseException) -> bool:
-    """Returns whether a store says that it does not know the credentials, or that there are none."""
+    """Returns whether a store does not know the credentials, or got none."""
     return lacks_credentials(error) or status_of(error) == 401 or _NOT_VALID.search(_text_of(error)) is not None
 
 

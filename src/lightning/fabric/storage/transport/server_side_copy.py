@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 
-from lightning.fabric.storage.paths.filesystem import info_of, is_object_store
+from lightning.fabric.storage.paths.filesystem import forget, has_own, info_of, is_object_store
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport.backends.fsspec import room_for
@@ -20,7 +20,7 @@ from lightning.fabric.storage.transport.multipart import part_size
 from lightning.fabric.storage.transport.open import open_reader, open_writer
 from lightning.fabric.storage.transport.refusals import is_refusal
 from lightning.fabric.storage.transport.retry import retrying, retrying_async
-from lightning.fabric.storage.transport.threads import Call
+from lightning.fabric.storage.transport.threads import run_in_loop
 from lightning.fabric.storage.transport.upload import LARGEST_PIECE
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def copy_file(source: Place, target: Place) -> None:
 def _copier(source: Place, target: Place) -> Callable[[], str] | None:
     """Returns a function that lets the store copy, if it can, and returns the fault of the copy."""
     (fs, path), (other, copy) = source.resolve(), target.resolve()
-    if fs != other or not is_object_store(fs) or not _has_copies(fs):
+    if fs != other or not is_object_store(fs) or not has_own(fs, "cp_file"):
         return None
     with questions_named(source):
         info = info_of(fs, path)
@@ -86,26 +86,14 @@ def _copier(source: Place, target: Place) -> Callable[[], str] | None:
     return lambda: _let_copy(fs, path, copy, int(info["size"]))
 
 
-def _has_copies(fs: AbstractFileSystem) -> bool:
-    if isinstance(fs, AsyncFileSystem):
-        return type(fs)._cp_file is not AsyncFileSystem._cp_file
-    return type(fs).cp_file is not AbstractFileSystem.cp_file
-
-
 def _let_copy(fs: AbstractFileSystem, path: str, copy: str, size: int) -> str:
     with room_for(fs, copy):
         problem = ""
         if isinstance(fs, AsyncFileSystem):
-            call = Call(fs, _copied(fs, path, copy, size))
-            try:
-                problem = call.result()
-            except BaseException:
-                call.cancel()
-                raise
+            problem = run_in_loop(fs, _copied(fs, path, copy, size))
         else:
             retrying(f"The copy to {copy}", lambda: fs.cp_file(path, copy))
-        fs.invalidate_cache(copy)
-        fs.invalidate_cache(fs._parent(copy))
+        forget(fs, copy)
     found = info_of(fs, copy).get("size")
     return problem or (f"it has {found} bytes, and not {size}" if found != size else "")
 
@@ -114,12 +102,9 @@ async def _copied(fs: Any, path: str, copy: str, size: int) -> str:
     what, client = f"The copy to {copy}", type(fs).__module__.partition(".")[0]
     if client == "s3fs" and size > _S3_PART:
         await _copied_in_parts(fs, path, copy, size)
-    elif client == "adlfs":
-        await retrying_async(what, lambda: fs._cp_file(path, copy))
-        return await _outcome(fs, copy)
-    else:
-        await retrying_async(what, lambda: fs._cp_file(path, copy))
-    return ""
+        return ""
+    await retrying_async(what, lambda: fs._cp_file(path, copy))
+    return await _outcome(fs, copy) if client == "adlfs" else ""
 
 
 async def _outcome(fs: "AzureBlobFileSystem", copy: str) -> str:

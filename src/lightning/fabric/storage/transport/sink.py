@@ -24,10 +24,6 @@ class GivenUp(Exception):
     """Raised by ``idle`` to end an upload. It leaves the writer as it is."""
 
 
-def _nothing() -> None:
-    pass
-
-
 class Sink(io.RawIOBase):
     """Passes all that is written on to an upload, in the memory and the pieces that its backend takes.
 
@@ -43,7 +39,7 @@ class Sink(io.RawIOBase):
         idle: Called now and then in long waits. It may raise a :class:`GivenUp`.
     """
 
-    def __init__(self, backend: UploadBackend, idle: Callable[[], None] = _nothing) -> None:
+    def __init__(self, backend: UploadBackend, idle: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self.idle = idle
         #: The first error of a write.
@@ -182,12 +178,12 @@ class Sink(io.RawIOBase):
 
 
 @contextmanager
-def uploading(backend: UploadBackend, idle: Callable[[], None] = _nothing) -> Iterator[Sink]:
-    """A file to write to, which is committed when the context ends, or taken back on any exception.
+def uploading(backend: UploadBackend, idle: Callable[[], None] = lambda: None) -> Iterator[Sink]:
+    """Yields a file to write to, which is committed when the context ends, or taken back on any exception.
 
     Args:
         backend: The upload.
-        idle: As for :class:`Sink`.
+        idle: Called now and then in long waits, as by :class:`Sink`.
     """
     sink = Sink(backend, idle)
     try:

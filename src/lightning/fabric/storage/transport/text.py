@@ -15,7 +15,7 @@ _Path = str | os.PathLike[str]
 
 @contextmanager
 def open_text(path: AnyPath, mode: Literal["r", "w"]) -> Iterator[IO[str]]:
-    """A text file in UTF-8, with line ends as they are, which is held in memory as a whole.
+    """Opens a text file in UTF-8, with line ends as they are, which is held in memory as a whole.
 
     Args:
         path: A local path or a URL of any fsspec protocol.
@@ -68,7 +68,7 @@ class TextFile:
         self._path = path
 
     def exists(self, path: _Path) -> bool:
-        """Tells whether there is something at ``path``, as :func:`is_there`."""
+        """Returns whether there is something at ``path``, as :func:`is_there`."""
         return is_there(path)
 
     def isdir(self, folder: _Path) -> bool:

@@ -1,4 +1,4 @@
-"""The protocol of uploads: one file on its way to a store."""
+"""The protocol of uploads, each of one file to a store."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Handover(Enum):
 
 
 class UploadBackend(ABC):
-    """One file on its way to a store, driven by a :class:`~lightning.fabric.storage.transport.sink.Sink`.
+    """The upload of one file to a store, driven by a :class:`~lightning.fabric.storage.transport.sink.Sink`.
 
     The calls are ``begin``, ``write_part`` as often as it takes, and ``commit``. Instead of any of them, or when one
     has raised, comes ``abort``. Nothing may be seen under the file's name before ``commit``, and all of it after that;
@@ -47,7 +47,7 @@ class UploadBackend(ABC):
 
     @abstractmethod
     def write_part(self, part: memoryview | bytearray) -> None:
-        """Takes the next bytes, in memory as :attr:`handover` says."""
+        """Takes the next bytes, in memory as by :attr:`handover`."""
 
     @abstractmethod
     def commit(self) -> None:
@@ -62,7 +62,7 @@ class UploadBackend(ABC):
 
 
 def write_all(file: Any, data: memoryview | bytes | bytearray) -> None:
-    """Writes to a file that may take less than it is given, and says so."""
+    """Writes all of ``data`` to a file of which a single ``write`` may take less."""
     while len(data):
         written = file.write(data)
         data = data[len(data) if written is None else written :]

@@ -13,16 +13,17 @@ from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 from typing_extensions import override
 
+from lightning.fabric.storage.paths.client_options import clients_of, protocols_of
 from lightning.fabric.storage.paths.filesystem import has_folders, is_object_store, kind_of, names_inside
 from lightning.fabric.storage.paths.layout import is_shard_folder
 from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.paths.remove import move
 from lightning.fabric.storage.paths.replace import set_aside, temporary_beside
 from lightning.fabric.storage.transport import multipart
-from lightning.fabric.storage.transport.backends.fsspec_reader import close_abandoned, protocols_of
+from lightning.fabric.storage.transport.backends.fsspec_reader import close_abandoned
 from lightning.fabric.storage.transport.retry import retrying, retrying_async
 from lightning.fabric.storage.transport.sink import uploading
-from lightning.fabric.storage.transport.threads import Call
+from lightning.fabric.storage.transport.threads import run_in_loop
 from lightning.fabric.storage.transport.upload import LARGEST_PIECE, UploadBackend, write_all
 
 log = logging.getLogger(__name__)
@@ -32,12 +33,12 @@ _AZURE_PIPE_LIMIT = 45_000 * 4 * 2**20
 
 
 def client_upload(fs: AbstractFileSystem, path: str, lean: bool, parts: multipart.Parts) -> UploadBackend:
-    """The upload of a file with the means of its file system. ``lean`` is that of ``open_writer``.
+    """Returns the upload of a file with the means of its file system. ``lean`` is that of ``open_writer``.
 
     Raises:
         ImportError: The client of the store is too old.
     """
-    clients = multipart.clients_of(fs) & {"s3fs", "gcsfs", "adlfs"}
+    clients = clients_of(fs) & {"s3fs", "gcsfs", "adlfs"}
     if is_object_store(fs):
         # others than these cannot take back what a stream has written
         return StreamUpload(fs, path, parts.smallest) if lean and clients else PipeUpload(fs, path, parts)
@@ -72,7 +73,7 @@ class FileUpload(UploadBackend):
     @override
     def write_part(self, part: memoryview | bytearray) -> None:
         self._size += len(part)
-        write_all(self._file, bytes(part))  # who knows what a client keeps beyond the call
+        write_all(self._file, bytes(part))  # a client may keep it beyond the call
 
     @override
     def commit(self) -> None:
@@ -128,16 +129,11 @@ class PipeUpload(UploadBackend):
         what, size = f"The upload of {path!r}", multipart.part_size(len(data), self._parts.smallest)
         pipe_file = getattr(fs, "_pipe_file", fs.pipe_file)
         sized = {"chunksize": size} if "chunksize" in inspect.signature(pipe_file).parameters else {}
-        if "adlfs" in multipart.clients_of(fs) and (len(data) > _AZURE_PIPE_LIMIT or _confuses_adlfs(fs, path)):
+        if "adlfs" in clients_of(fs) and (len(data) > _AZURE_PIPE_LIMIT or _confuses_adlfs(fs, path)):
             with uploading(StreamUpload(fs, path, size)) as stream:
                 stream.write(data)
         elif isinstance(fs, AsyncFileSystem):
-            upload = Call(fs, retrying_async(what, lambda: fs._pipe_file(path, data, **sized)))
-            try:
-                upload.result()
-            except BaseException:
-                upload.cancel()
-                raise
+            run_in_loop(fs, retrying_async(what, lambda: fs._pipe_file(path, data, **sized)))
         else:
             retrying(what, lambda: fs.pipe_file(path, data, **sized))
 
@@ -199,7 +195,7 @@ def _confuses_adlfs(fs: Any, path: str) -> bool:
 
 @contextmanager
 def room_for(fs: AbstractFileSystem, path: str) -> Iterator[None]:
-    """For a body that puts a file at ``path``. A sharded checkpoint there gives way, and goes when the body has ended.
+    """Sets a sharded checkpoint at ``path`` aside while the body puts a file there, and removes it at the end.
 
     Raises:
         IsADirectoryError: Another folder is there.

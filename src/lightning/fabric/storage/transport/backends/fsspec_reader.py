@@ -7,11 +7,12 @@ from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 from typing_extensions import override
 
-from lightning.fabric.storage.paths.filesystem import info_of
+from lightning.fabric.storage.paths.client_options import protocols_of
+from lightning.fabric.storage.paths.filesystem import forget, has_own, info_of
 from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport.ranged_file import REPLACED, Source
 from lightning.fabric.storage.transport.retry import NO_SUCH_RANGE, chain, retrying, status_of
-from lightning.fabric.storage.transport.threads import Call
+from lightning.fabric.storage.transport.threads import run_in_loop
 
 #: Bytes that are asked for at once where requests are small.
 _LARGEST_SPAN = 4 * 2**20
@@ -23,7 +24,7 @@ _IDENTITY = (
     *("fileId", "modificationTime"),  # of WebHDFS
 )
 
-#: Files that are being read, with their file system and who reads. The collector would have one closed that nobody else
+#: Files that are being read, with their reader and file system. The collector would have one closed that nobody else
 #: holds, perhaps in the midst of its client's own work: paramiko would wait for ever for a lock that it has itself.
 _open_files: dict[int, "tuple[weakref.ref[FsspecSource], AbstractFileSystem, Any]"] = {}
 
@@ -43,8 +44,8 @@ class FsspecSource(Source):
         close_abandoned(fs)
         self._fs = fs
         self._path = path
-        #: Whether ranges can be read from many threads at a time.
-        self.parallel = isinstance(fs, AsyncFileSystem) and type(fs)._cat_file is not AsyncFileSystem._cat_file
+        #: True if ranges can be read from many threads at a time.
+        self.parallel = isinstance(fs, AsyncFileSystem) and has_own(fs, "cat_file")
         self._file: Any = None
         self._info: dict[str, Any] | None = None
         self._whole = _whole_website(fs, path) if "http" in protocols_of(fs) else None
@@ -77,9 +78,8 @@ class FsspecSource(Source):
 
     def _range(self, start: int, end: int) -> bytes:
         fs: Any = self._fs
-        data: bytes
         try:
-            data = Call(fs, fs._cat_file(self._path, start=start, end=end)).result()
+            data: bytes = run_in_loop(fs, fs._cat_file(self._path, start=start, end=end))
             return data
         except Exception as error:
             if end - start == self.size or all(type(cause).__name__ != _WRONG_CHECKSUM for cause in chain(error)):
@@ -87,18 +87,17 @@ class FsspecSource(Source):
         # some servers send a range with the checksum of the whole object, which the client compares
         settings = {**fs.config_kwargs, "response_checksum_validation": "when_required"}
         self._fs = type(fs)(*fs.storage_args, **{**fs.storage_options, "config_kwargs": settings})
-        data = Call(self._fs, self._fs._cat_file(self._path, start=start, end=end)).result()
+        data = run_in_loop(self._fs, self._fs._cat_file(self._path, start=start, end=end))
         return data
 
     @override
     def check(self) -> None:
         if self._info is None:
             return
-        self._fs.invalidate_cache(self._path)
-        self._fs.invalidate_cache(self._fs._parent(self._path))
+        forget(self._fs, self._path)
         now = retrying(f"Asking about {redact(self._path)}", lambda: info_of(self._fs, self._path))
         if now["type"] == "nothing" and "http" in protocols_of(self._fs):
-            _whole_website(self._fs, self._path)  # raises the reason, which that did not tell
+            _whole_website(self._fs, self._path)  # raises the reason, which that lacks
         if any(now.get(key) != self._info.get(key) for key in _IDENTITY):
             raise OSError(REPLACED)
 
@@ -110,7 +109,7 @@ class FsspecSource(Source):
 
 
 def _whole_website(fs: Any, path: str) -> memoryview | None:
-    """Returns the file, if its server serves no ranges: asked for one byte, it sends all. It may not tell before.
+    """Returns the file, if its server serves no ranges, but all when asked for one byte; headers may not show that.
 
     Raises:
         Exception: aiohttp's own error. That of ``fs.info`` is a FileNotFoundError, whatever the reason is.
@@ -139,8 +138,3 @@ def _read_whole(file: Any, start: int, count: int) -> bytes:
         parts.append(part)
         count -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def protocols_of(fs: AbstractFileSystem) -> tuple[str, ...]:
-    """The protocols of a file system."""
-    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)

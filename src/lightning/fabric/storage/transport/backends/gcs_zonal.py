@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import override
 
+from lightning.fabric.storage.paths.filesystem import forget
 from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.paths.replace import temporary_beside
 from lightning.fabric.storage.transport.multipart import check_size, note_unknown_outcome, take_back
@@ -36,7 +37,7 @@ _PATIENCE_S = 120
 
 
 def client_module(name: str) -> Any:
-    """A module of Google's client for zonal buckets.
+    """Imports a module of Google's client for zonal buckets.
 
     Raises:
         ImportError: The client has none.
@@ -99,7 +100,7 @@ class ZonalUpload(UploadBackend):
         self._end()
 
     async def _move(self) -> None:
-        """As gcsfs's ``mv_file``, which copies if that fails, and there is no copying in zonal buckets."""
+        """Moves the object like gcsfs's ``mv_file``, which copies if that fails; zonal buckets have no copies."""
         bucket, name, _ = self._fs.split_path(self._temporary)
         target = self._fs.split_path(self._path)[1]
         try:
@@ -120,8 +121,7 @@ class ZonalUpload(UploadBackend):
 
     def _end(self) -> None:
         self._name.__exit__(None, None, None)
-        self._fs.invalidate_cache(self._path)
-        self._fs.invalidate_cache(self._fs._parent(self._path))
+        forget(self._fs, self._path)
 
     def _await_running(self) -> None:
         if self._running is not None:
@@ -202,7 +202,7 @@ class _Appendable:
 
     @asynccontextmanager
     async def _stream(self) -> AsyncIterator[Any]:
-        """A stream that knows how much the store keeps. After a failure, the next one is a new one."""
+        """Yields a stream that knows how much the store keeps. After a failure, the next one is a new one."""
         from google.api_core.exceptions import Aborted
 
         try:
@@ -232,7 +232,7 @@ class _Appendable:
 
 
 def once() -> Any:
-    """A policy that leaves it to us to try again: it never does, and has no time for it where only that counts."""
+    """Returns a retry policy that leaves retries to us: it has none, and no time for any where only that counts."""
     from google.api_core.retry_async import AsyncRetry
 
     return AsyncRetry(predicate=lambda error: False, timeout=0)

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning.fabric.storage.transport.backends.gcs_zonal import SLICE, client_module, in_time, once
 from lightning.fabric.storage.transport.ranged_file import REPLACED, Source
 from lightning.fabric.storage.transport.retry import retrying_async
-from lightning.fabric.storage.transport.threads import Call
+from lightning.fabric.storage.transport.threads import Call, run_in_loop
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,11 @@ class ZonalSource(Source):
         self._path = path
         self._bucket, self._name, _ = fs.split_path(path)
         self._generation: int | None = None
-        #: The stream, while there is one. Who forgets to close the source does not leave it open for ever.
+        #: The stream, while there is one. It is closed with the source, or when the collector finds that.
         self._streams: list[Any] = []
         weakref.finalize(self, _end, fs, self._streams).atexit = False
         self._opening = asyncio.Lock()
-        self.size: int = Call(fs, retrying_async(f"Opening gs://{path}", self._open)).result()
+        self.size: int = run_in_loop(fs, retrying_async(f"Opening gs://{path}", self._open))
 
     async def _open(self) -> int:
         from google.api_core.exceptions import NotFound
@@ -57,14 +57,9 @@ class ZonalSource(Source):
     @override
     def read_into(self, start: int, view: memoryview) -> None:
         for at in range(0, len(view), SLICE):
-            call = Call(self._fs, self._read(start + at, view[at : at + SLICE]))
-            try:
-                call.result()
-            except BaseException:
-                call.cancel()
-                raise
+            run_in_loop(self._fs, self._read_range(start + at, view[at : at + SLICE]))
 
-    async def _read(self, start: int, view: memoryview) -> None:
+    async def _read_range(self, start: int, view: memoryview) -> None:
         from google.api_core.exceptions import Aborted, NotFound
 
         damaged = importlib.import_module("google.cloud.storage.exceptions").DataCorruption
@@ -101,7 +96,7 @@ def _end(fs: "ExtendedGcsFileSystem", streams: list[Any]) -> None:
 
 
 async def _close(downloader: Any) -> None:
-    """Nothing depends on it any more, so that a failure is of no interest but for who debugs."""
+    """Closes a stream on which nothing depends any more, so that a failure is of interest to debuggers only."""
     if downloader.is_stream_open:
         try:
             await in_time(downloader.close())

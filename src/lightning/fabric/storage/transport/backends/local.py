@@ -64,7 +64,7 @@ class LocalSource(Source):
     """A file to read ranges of.
 
     Args:
-        path: Where it is.
+        path: Its path.
     """
 
     parallel = True

@@ -1,7 +1,7 @@
 """Objects of S3 through s3fs: parts go up while the file is still being written."""
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fsspec import AbstractFileSystem
@@ -84,17 +84,12 @@ class MultipartUpload:
         what = "".join(word.title() for word in method.split("_"))
         if "PartNumber" in arguments:
             what += f" {arguments['PartNumber']}"
-        answer: dict[str, Any] = await self.tried(what, lambda: self._request(method, **arguments))
-        return answer
+        return await retrying_async(f"{what} of s3://{self._path}", lambda: self._request(method, **arguments))
 
     async def _request(self, method: str, **arguments: Any) -> dict[str, Any]:
         answer: dict[str, Any] = await self._fs._call_s3(method, **self._object, **arguments)
         count_retry(answer["ResponseMetadata"].get("RetryAttempts", 0))  # botocore's own
         return answer
-
-    async def tried(self, what: str, request: Callable[[], Awaitable[Any]]) -> Any:
-        """Returns the answer to a request about the object, for messages ``what``."""
-        return await retrying_async(f"{what} of s3://{self._path}", request)
 
 
 class S3Upload(UploadBackend):
@@ -146,7 +141,8 @@ class S3Upload(UploadBackend):
     def commit(self) -> None:
         if self._creation is None:
             small = bytes(self._last)
-            put = self._upload.tried("PutObject", lambda: self._fs._pipe_file(self._path, small, chunksize=2**40))
+            what = f"PutObject of s3://{self._path}"
+            put = retrying_async(what, lambda: self._fs._pipe_file(self._path, small, chunksize=2**40))
             self._finish(Call(self._fs, put))
             return
         if self._last:
@@ -175,5 +171,5 @@ class S3Upload(UploadBackend):
 
 
 def _tags_of(answer: dict[str, Any]) -> dict[str, Any]:
-    """The entity tag and the checksums in the answer to a part, which the request that commits it repeats."""
+    """Returns the entity tag and the checksums in the answer to a part, which the commit repeats."""
     return {name: value for name, value in answer.items() if name == "ETag" or name.startswith("Checksum")}
