@@ -71,7 +71,7 @@ def record(content: bytes) -> bytes:
 
 def a_round(mirror: Mirror) -> None:
     """What the mirror's thread does every half a minute."""
-    assert mirror._copies.send_or_tell(everything=False)
+    assert mirror._copies.send_or_log(everything=False)
 
 
 def append(mirror: Mirror, name: str, content: bytes) -> None:

@@ -1,10 +1,10 @@
-"""Where loggers and profilers write: what they need of a folder, be it a local path or a URL."""
+"""Folders that loggers and profilers write to, be they local paths or URLs."""
 
 import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import IO
 
 from fsspec.implementations.local import LocalFileSystem
@@ -31,14 +31,8 @@ def path_or_url(path: _Path | None) -> _Path | None:
     return path if place.is_local and not is_url else place.raw
 
 
-def mirror_for(folder: str) -> Mirror | None:
-    """A mirror if ``folder`` is a URL, and None if it is a local path, which logs are written to without one."""
-    place = locate(folder)
-    return None if place.is_local else Mirror(place)
-
-
 def local_folder_for(client: str, folder: _Path | None) -> _Path | None:
-    """``folder`` for the package ``client``, which writes to local folders only; a temporary one if it is a URL."""
+    """Returns ``folder``, or a temporary one for a URL, for the package ``client``, which knows local folders only."""
     folder = path_or_url(folder)
     if not folder or locate(folder).is_local:
         return folder
@@ -51,7 +45,7 @@ def refuse_url(folder: _Path | None, instead: str) -> None:
     """Refuses a folder that is no local one.
 
     Raises:
-        ValueError: It is a URL. The message says what to do instead.
+        ValueError: It is a URL. The message has what to do instead.
     """
     if folder and not locate(folder).is_local:
         raise ValueError(f"{locate(folder)} is not a local folder: {instead}")
@@ -65,7 +59,7 @@ def make_folder(folder: str) -> None:
 
 
 def has_entries(folder: str) -> bool:
-    """Whether there is anything in a folder.
+    """Returns whether there is anything in a folder.
 
     Raises:
         OSError: The store did not answer.
@@ -74,7 +68,7 @@ def has_entries(folder: str) -> bool:
 
 
 def next_version(folder: str) -> int:
-    """The number after that of the last folder ``version_N``, whatever this process remembers of the store.
+    """Returns the number after that of the last folder ``version_N``, whatever this process remembers of the store.
 
     Raises:
         OSError: The store did not answer.
@@ -104,7 +98,8 @@ class _LogFolder:
 
     def begin(self, folder: str) -> str:
         """Returns where to write what belongs into ``folder``, a local path or a URL."""
-        self._mirror = self._mirror or mirror_for(folder)
+        if self._mirror is None and not (place := locate(folder)).is_local:
+            self._mirror = Mirror(place)
         return folder if self._mirror is None else str(self._mirror.folder)
 
     def makedirs(self, folder: str, exist_ok: bool) -> None:
@@ -112,16 +107,16 @@ class _LogFolder:
         make_folder(folder)
 
     def isdir(self, folder: str) -> bool:
-        """Tells whether files can be written into the folder."""
+        """Returns whether files can be written into the folder."""
         return self._mirror is not None or bool(self._fs.isdir(folder))
 
     def flush(self) -> None:
-        """See :meth:`Mirror.flush`."""
+        """Flushes the mirror, if there is one."""
         if self._mirror is not None:
             self._mirror.flush()
 
     def drain(self) -> None:
-        """See :meth:`Mirror.drain`."""
+        """Drains the mirror, if there is one."""
         if self._mirror is not None:
             self._mirror.drain()
 
@@ -130,7 +125,7 @@ class EventFiles(_LogFolder):
     """The folder of TensorBoard's files of events, and a file of hyperparameters beside the folder's copy."""
 
     def isfile(self, path: str) -> bool:
-        """Tells whether the place that is copied to has a file; see :meth:`Mirror.lacks`."""
+        """Returns whether the place that is copied to has a file; see :meth:`Mirror.lacks`."""
         if self._mirror is None:
             return bool(self._fs.isfile(path))
         return not self._mirror.lacks(os.path.basename(path))
@@ -148,13 +143,14 @@ class LogFiles(_LogFolder):
         self.begin(folder)
 
     def isfile(self, path: str) -> bool:
-        """Whether the logger has written a file. ``path`` begins with the folder."""
+        """Returns whether the logger has written a file. ``path`` begins with the folder."""
         return bool(self._fs.isfile(self._here(path)))
 
     @contextmanager
     def open(self, path: str, mode: str, newline: str | None = None) -> Iterator[IO[str]]:
-        """A text file, which has no copy of a moment before its end."""
-        with self._changing(), self._fs.open(self._here(path), mode, newline=newline) as file:
+        """Opens a text file, which is not copied before the context ends."""
+        changing = nullcontext() if self._mirror is None else self._mirror.changing
+        with changing, self._fs.open(self._here(path), mode, newline=newline) as file:
             yield file
 
     def start_afresh(self, folder: str, file: str) -> None:
@@ -172,6 +168,3 @@ class LogFiles(_LogFolder):
 
     def _here(self, path: str) -> str:
         return path if self._mirror is None else str(self._mirror.folder / os.path.basename(path))
-
-    def _changing(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._mirror is None else self._mirror.changing

@@ -24,9 +24,9 @@ from lightning.fabric.storage.transport.open import open_writer
 
 log = logging.getLogger(__name__)
 
-#: How long what is new may wait, in seconds.
+#: Seconds that new content may wait.
 INTERVAL_S = 30.0
-#: For a file, at most that many times its size is uploaded ...
+#: At most that many times the size of a file is uploaded ...
 _TIMES = 8
 #: ... and this many bytes for each second, so that one that grows slowly does not lag far behind.
 _SPARE_BYTES_PER_S = 4 * 2**10
@@ -36,7 +36,7 @@ _LARGEST_SEGMENT = 8 * 2**20
 #: Bytes around the content of a record of events: its length, the checksum of that, and the checksum of the content.
 _LENGTH, _AROUND = 8, 16
 
-#: Those that are to be ended before the interpreter is.
+#: The mirrors that are to be ended before the interpreter is.
 _running: "set[_Copies]" = set()
 
 
@@ -56,7 +56,7 @@ class Mirror:
     def __init__(self, place: Place, contents: dict[str, bytes] | None = None) -> None:
         self._copies = _Copies(place)
         self.folder = self._copies.folder
-        #: Held by who changes a file that must not be copied halfway.
+        #: Held while a file is changed that must not be copied halfway.
         self.changing = self._copies.changing
         for name, content in (contents or {}).items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ class Mirror:
         weakref.finalize(self, self._copies.end).atexit = False
 
     def flush(self) -> None:
-        """Has copied what is new in half a minute; a file above 120 KiB that holds no events, at 4 KiB a second.
+        """Copies what is new, in half a minute; a file above 120 KiB that holds no events, at 4 KiB a second.
 
         Raises:
             OSError: It is the first time, when all is copied before this returns, and that failed. Later on, a failure
@@ -79,12 +79,12 @@ class Mirror:
         Until the next flush no thread looks for what is new.
 
         Raises:
-            OSError: As for :meth:`flush`.
+            OSError: It is the first time, and copying failed.
         """
         self._copies.rest()
 
     def lacks(self, name: str) -> bool:
-        """Whether the copy has no such file. It is asked once: the caller is expected to write one then.
+        """Returns whether the copy has no such file. It is asked once: the caller is expected to write one then.
 
         Raises:
             OSError: The store did not answer.
@@ -96,13 +96,13 @@ class Mirror:
         return missing
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._copies.send_or_tell()  # else it would be sent later, over what the other one has sent
+        self._copies.send_or_log()  # else it would be sent later, over what the other one has sent
         contents = {name: path.read_bytes() for name, path in self._copies.found() if not _holds_events(name)}
         return Mirror, (self._copies.place, contents)
 
 
 class _Copies:
-    """What a mirror shares with its thread, which goes on without it to the end."""
+    """The state that a mirror shares with its thread, which goes on without it to the end."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -112,16 +112,16 @@ class _Copies:
         self._files: dict[str, _Events | _Whole] = {}
         self._process = os.getpid()
         self._has_begun = False
-        self._sending = threading.RLock()  # a signal may come before its handler can tell
+        self._sending = threading.RLock()  # a signal may come before its handler can know
         self._sender: int | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()  # of that thread
-        self._told = ""  # why it failed, of the failures in a row
-        #: Of the files, when all was copied and the thread was let go.
+        self._reason = ""  # of the failures in a row
+        #: The states of the files when all was copied and the thread was let go.
         self._copied: dict[str, tuple[int, int]] = {}
 
     def found(self) -> Iterator[tuple[str, Path]]:
-        """The files, in the order in which TensorBoard reads them."""
+        """Yields the files, in the order in which TensorBoard reads them."""
         for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
             yield path.relative_to(self.folder).as_posix(), path
 
@@ -134,7 +134,7 @@ class _Copies:
         try:
             self._send(everything=True)
         except Exception as error:
-            self._told = _reason(error)
+            self._reason = _reason(error)
             raise
         return True
 
@@ -148,7 +148,7 @@ class _Copies:
     def rest(self) -> None:
         """Copies everything, and lets the thread end; not if that failed, for the thread tries again."""
         found = self._states()
-        if self.begin() or self.send_or_tell():
+        if self.begin() or self.send_or_log():
             self._copied = found
             self._thread = None
             self._stop.set()  # and no more: in the handler of a signal it could wait for this thread
@@ -157,12 +157,12 @@ class _Copies:
 
     def _follow(self, stop: threading.Event) -> None:
         while not stop.wait(INTERVAL_S):
-            self.send_or_tell(everything=False)
+            self.send_or_log(everything=False)
         if self._thread is threading.current_thread():
             self._finish()
 
     def _finish(self) -> None:
-        if self.send_or_tell():
+        if self.send_or_log():
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
             log.warning(f"What could not be copied stays in {self.folder}")
@@ -190,19 +190,19 @@ class _Copies:
     def _states(self) -> dict[str, tuple[int, int]]:
         return {name: (found.st_mtime_ns, found.st_size) for name, path in self.found() for found in [path.stat()]}
 
-    def send_or_tell(self, everything: bool = True) -> bool:
-        """Whether it succeeded. Of failures in a row, the first one is told, and that it goes on at the end."""
+    def send_or_log(self, everything: bool = True) -> bool:
+        """Returns whether it succeeded. Of failures in a row, the first one is logged, and one at the end."""
         try:
             self._send(everything)
         except Exception as error:
-            if everything and self._told == _reason(error):
+            if everything and self._reason == _reason(error):
                 log.warning(f"Logs are still not up to date in {self.place} ({type(error).__name__})")
-            elif everything or not self._told:
+            elif everything or not self._reason:
                 again = "" if everything else f" It is tried again every {INTERVAL_S:.0f} s."
                 log.warning(f"Logs are not up to date in {self.place}. {redact(str(error))}{again}")
-            self._told = _reason(error)
+            self._reason = _reason(error)
             return False
-        self._told = ""
+        self._reason = ""
         return True
 
     def _send(self, everything: bool) -> None:
@@ -211,21 +211,18 @@ class _Copies:
         with self._sending:
             self._sender = threading.get_ident()
             try:
-                self._send_files(everything)
+                for name, path in self.found():
+                    if name not in self._files:
+                        self._files[name] = _Events(path) if _holds_events(name) else _Whole(path, self.changing)
+                    for suffix, content in self._files[name].uploads(everything):
+                        with open_writer(self.place / (name + suffix)) as file:
+                            file.write(content)
             finally:
                 self._sender = None
 
-    def _send_files(self, everything: bool) -> None:
-        for name, path in self.found():
-            if name not in self._files:
-                self._files[name] = _Events(path) if _holds_events(name) else _Whole(path, self.changing)
-            for suffix, content in self._files[name].uploads(everything):
-                with open_writer(self.place / (name + suffix)) as file:
-                    file.write(content)
-
 
 def _reason(error: Exception) -> str:
-    """The text of an error without how long a client has tried, which differs from one time to the next."""
+    """Returns the text of an error without the time that a client has tried, which differs each time."""
     return re.sub(r" in \d[\d.]*[^\s\d]*s\b", "", f"{type(error).__name__}: {error}")
 
 
@@ -244,7 +241,7 @@ class _Whole:
         self._state: tuple[int, int] | None = None
 
     def uploads(self, everything: bool) -> Iterator[tuple[str, bytes]]:
-        """What is to be sent now, with what its name has at the end. Who asks for the next one has sent it."""
+        """Yields what is to be sent now, with the suffix of its name. Asking for the next one means that it is sent."""
         with self._changing:
             found = self._path.stat()
             state = (found.st_mtime_ns, found.st_size)
@@ -258,7 +255,7 @@ class _Whole:
 
 
 class _Events:
-    """A file of events, which only grows. Each segment begins with the record that tells the version of the format."""
+    """A file of events, which only grows. Each segment begins with the record of the format's version."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -268,7 +265,7 @@ class _Events:
         self._sent = 0
 
     def uploads(self, everything: bool) -> Iterator[tuple[str, bytes]]:
-        """As for :class:`_Whole`; but all that is new goes at once."""
+        """Yields all that is new, in segments, in the form of :class:`_Whole`."""
         with open(self._path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             while (end := self._next_end(file, size)) > self._end:
@@ -278,13 +275,11 @@ class _Events:
                 self._head = self._head or content[: _end_of_record(file, 0)]
                 self._end = end
                 self._sent += len(content)
-                if len(content) >= _LARGEST_SEGMENT or (
-                    len(content) >= _SMALLEST_SEGMENT and self._sent >= _TIMES * len(content)
-                ):
+                if len(content) >= (_SMALLEST_SEGMENT if self._sent >= _TIMES * len(content) else _LARGEST_SEGMENT):
                     self._number, self._start, self._sent = self._number + 1, end, 0
 
     def _next_end(self, file: IO[bytes], size: int) -> int:
-        """Where the last whole record ends, or one before that if the segment is large enough by then."""
+        """Returns where the last whole record ends, or one before that if the segment is large enough by then."""
         end = self._end
         while end + _LENGTH <= size and end - self._start < _LARGEST_SEGMENT:
             following = _end_of_record(file, end)

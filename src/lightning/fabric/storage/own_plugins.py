@@ -1,4 +1,4 @@
-"""Which savers are Lightning's own, and so save a checkpoint at the path that they are given.
+"""Lightning's own savers, which save a checkpoint at the path that they are given.
 
 A plugin of the user's may save it anywhere: with something added to the name, as a folder, or in a database.
 """
@@ -9,7 +9,7 @@ _PACKAGES = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
 def saves_at_path(saver: Any) -> bool:
-    """Whether each checkpoint is saved at the path that is given, as far as is known.
+    """Returns whether each checkpoint is saved at the path that is given, as far as is known.
 
     Args:
         saver: A strategy, or a checkpoint plugin; what it saves with counts as well.
@@ -18,10 +18,10 @@ def saves_at_path(saver: Any) -> bool:
 
 
 def loads_from_path(saver: Any) -> bool:
-    """Whether each checkpoint is looked for at the path that is given, and so has to be saved there to be of use.
+    """Returns whether each checkpoint is looked for at the path that is given, and so has to be saved there.
 
     Args:
-        saver: As for :func:`saves_at_path`.
+        saver: A strategy, or a checkpoint plugin; what it loads with counts as well.
     """
     return _has_own(saver, "load_checkpoint")
 
@@ -38,6 +38,6 @@ def _has_own(saver: Any, method: str) -> bool:
 
 
 def saves_shards(strategy: Any) -> bool:
-    """Whether a strategy saves sharded checkpoints."""
+    """Returns whether a strategy saves sharded checkpoints."""
     sharded = getattr(strategy, "_state_dict_type", None) == "sharded"
     return sharded or bool(getattr(strategy, "_save_distributed_checkpoint", False))

@@ -1,4 +1,4 @@
-"""What saving a checkpoint took, stage by stage, and what moving one file took.
+"""Reports of saves, stage by stage, and of transfers of one file: seconds, bytes and retries.
 
 Whoever saves makes a :class:`SaveReport` the current one with :func:`reporting`, and what is called from there adds to
 it. Where no report is the current one, nothing is recorded.
@@ -19,9 +19,9 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 log = logging.getLogger(__name__)
 
 _MIB = 2**20
-#: The stages in which bytes are on their way to where they are durable.
+#: The stages in which bytes move to where they are durable.
 _MOVING = ("upload", "commit")
-#: How many seconds a save takes, beside training or not, that is worth a line for who does not debug.
+#: Seconds of a save, beside training or not, from which on its line is logged as info.
 _LONG_S = 1.0
 
 
@@ -36,18 +36,18 @@ class _File(Protocol):
 
 @dataclass(eq=False)
 class SaveReport:
-    """What one save took.
+    """The seconds, bytes and retries of one save.
 
     Args:
-        place: Where the checkpoint is, or will be.
+        place: The place of the checkpoint.
         size: Bytes that this process has written, and on rank zero those of the other ranks of a sharded save.
         stages: Seconds in the training thread: ``wait`` for what is in the background, ``stage`` for the copy to host
             memory that it needs. Of a synchronous save: ``plan``, in which ranks agree who saves what; ``upload``; and
             ``commit`` from the last byte that was handed over until the checkpoint is durable. Of a copy of the last
             checkpoint: ``link``.
         background: Seconds in another thread, likewise.
-        retries: Requests of this process that were sent again, as far as the client of the store tells.
-        retries_unknown: Whether a part went through a client that sends requests again without telling.
+        retries: Requests of this process that were sent again, as far as the client of the store reports them.
+        retries_unknown: A part went through a client that sends requests again without reporting that.
     """
 
     place: Place
@@ -69,14 +69,14 @@ class SaveReport:
         return sum(self.background.values())
 
     def progress(self) -> tuple[int, int]:
-        """How many bytes have been written, and how many there will be as far as is known by now."""
+        """Returns the bytes that have been written, and those of the whole save as far as is known by now."""
         with _lock:
             written = [file.tell() for file in self._files]
             expected = [max(file.announced, done) for file, done in zip(self._files, written, strict=True)]
             return self.size + sum(written), self.size + sum(expected)
 
     def line(self) -> str:
-        """The save in one line, without credentials, and without what was none."""
+        """Returns the save in one line, without credentials, and without counts of zero."""
         moving = sum(seconds.get(stage, 0.0) for seconds in (self.stages, self.background) for stage in _MOVING)
         parts = [f"{self.size / _MIB:.1f} MiB", f"training stalled for {self.stalled:.2f} s"]
         if self.background:
@@ -89,23 +89,23 @@ class SaveReport:
 
 
 class Listener(Protocol):
-    """Hears of what the training thread does for checkpoints, in that thread."""
+    """An observer of the saves of this process, called in the training thread."""
 
     def begin(self, report: SaveReport, name: str) -> None:
-        """A stage begins. One within another begins while that goes on."""
+        """Handles the begin of a stage. One within another begins while that goes on."""
 
     def end(self, report: SaveReport, name: str) -> None:
-        """A stage has ended, or failed."""
+        """Handles the end of a stage, or its failure."""
 
     def finished(self, report: SaveReport) -> AbstractContextManager[None]:
-        """A save is complete and durable. The line that it logs is written within the context that this returns."""
+        """Handles a save that is complete and durable. Its line is logged within the context that this returns."""
 
 
 @dataclass
 class _Current:
     report: SaveReport
     background: bool
-    #: Of each stage that goes on, outermost first, the seconds that stages within it have taken.
+    #: Seconds that stages within each stage that goes on have taken, outermost first.
     inner: list[float] = field(default_factory=list)
 
 
@@ -121,8 +121,8 @@ def reporting(report: SaveReport, background: bool = False) -> Iterator[None]:
     """Makes ``report`` the current one of the body; within another one's, the inner one counts.
 
     Args:
-        report: Can be the current one of several threads at a time, but of one that is not in the background.
-        background: Whether the body runs beside training.
+        report: The report. It can be the current one of several threads, but of one that is not in the background.
+        background: The body runs beside training.
     """
     token = _current.set(_Current(report, background))
     _in_flight.append(report)
@@ -135,7 +135,7 @@ def reporting(report: SaveReport, background: bool = False) -> Iterator[None]:
 
 @contextmanager
 def reported(place: Place) -> Iterator[None]:
-    """For a body that saves at ``place``: a save of its own, unless a report is the current one already."""
+    """Reports the body, which saves at ``place``, as a save of its own, unless a report is the current one already."""
     if _current.get() is not None:
         yield
         return
@@ -149,7 +149,7 @@ def reported(place: Place) -> Iterator[None]:
 def stage(name: str) -> Iterator[None]:
     """Adds the seconds of the body, without those of stages in it, to the current report.
 
-    In the training thread listeners hear of it.
+    Listeners are notified of stages in the training thread.
     """
     current = _current.get()
     if current is None:
@@ -174,7 +174,7 @@ def stage(name: str) -> Iterator[None]:
 
 @contextmanager
 def stages(first: str) -> Iterator[Callable[[str], None]]:
-    """As :func:`stage`, for several stages, each of which ends when the next one is entered by calling the target."""
+    """Yields a function that enters the stage of a name, and ends the one before; see :func:`stage`."""
     with ExitStack() as going_on:
 
         def enter(name: str) -> None:
@@ -187,7 +187,7 @@ def stages(first: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def writing(file: _File) -> Iterator[None]:
-    """For a body that writes ``file``: the current report counts its bytes."""
+    """Counts the bytes of ``file``, which the body writes, in the current report."""
     current = _current.get()
     if current is None:
         yield
@@ -211,35 +211,35 @@ def count_bytes(size: int) -> None:
 
 
 def count_retry(times: int = 1) -> None:
-    """Tells the current report of a request that was sent again, or is going to be."""
+    """Adds a request that was sent again, or is going to be, to the current report."""
     if (current := _current.get()) is not None:
         with _lock:
             current.report.retries += times
 
 
 def note_unknown_retries() -> None:
-    """Tells the current report that a client is at work which sends requests again without telling."""
+    """Notes in the current report that a client is at work which sends requests again without reporting that."""
     if (current := _current.get()) is not None:
         current.report.retries_unknown = True
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Lets ``listener`` hear of all saves of this process. Returns what ends that."""
+    """Notifies ``listener`` of all saves of this process. Returns a function that ends that."""
     _listeners.append(listener)
     return lambda: _listeners.remove(listener)
 
 
 def in_flight() -> list[SaveReport]:
-    """The reports that are a thread's current one, each once."""
+    """Returns the reports that are a thread's current one, each once."""
     return list(dict.fromkeys(_in_flight))
 
 
 def finished(report: SaveReport) -> None:
-    """Tells listeners of a save that is durable, and logs it on rank zero. Call it in the training thread, once."""
+    """Notifies listeners of a save that is durable, and logs it on rank zero. Call it in the training thread, once."""
     took = report.stalled + report.seconds_in_background
-    with ExitStack() as told:
+    with ExitStack() as contexts:
         for listener in list(_listeners):
-            told.enter_context(listener.finished(report))
+            contexts.enter_context(listener.finished(report))
         _log(logging.INFO if took >= _LONG_S else logging.DEBUG, report.line())
 
 
@@ -250,13 +250,13 @@ def _log(level: int, line: str) -> None:
 
 @dataclass
 class Transfer:
-    """A file on its way.
+    """The transfer of a file.
 
     Args:
-        verb: What is done to it, in the past tense.
-        place: Where it is, or will be.
-        size: Bytes, when that is known.
-        seconds: From the first byte that was asked for to the last that was committed or unpickled.
+        verb: The action, in the past tense.
+        place: The place of the file.
+        size: Its bytes, when that is known.
+        seconds: The time from the first byte that was asked for to the last that was committed or unpickled.
     """
 
     verb: str

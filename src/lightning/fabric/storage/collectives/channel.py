@@ -61,7 +61,7 @@ class Channel:
             self.group = torch.distributed.new_group(backend="gloo", timeout=self.patience)
         self._rounds: _Rounds | None = None
         self._before: Future[None] | None = None
-        #: Whether all ranks have come to the end of the last rounds, and had not failed.
+        #: True if all ranks have come to the end of the last rounds, and had not failed.
         self._is_sound = True
         self._interruption: BaseException | None = None
 
