@@ -19,7 +19,9 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 # A job in the background of a shell without job control ignores Ctrl-C, and so would all processes of the tests
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest.register_assert_rewrite("tests.storage.contract", "tests.storage.states")
+pytest.register_assert_rewrite(
+    "tests.storage.contract", "tests.storage.sharded.sharded_contract", "tests.storage.states", "tests.storage.stores"
+)
 
 
 @pytest.fixture(autouse=True)

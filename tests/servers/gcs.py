@@ -67,6 +67,14 @@ class GcsBucket:
 class _Handler(RequestHandler):
     disable_nagle_algorithm = True  # else a body waits 40 ms until the client has acknowledged the headers
 
+    def do_DELETE(self) -> None:
+        if "upload_id=" not in self.path:
+            super().do_DELETE()
+            return
+        self.send_response(499)  # as Google answers who gives an upload up; the emulator does not know how
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
 
 class _Server(HTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -1,6 +1,6 @@
 """What every store promises to a user of Lightning's checkpoints, as one class of tests.
 
-A backend joins by a subclass with a fixture ``store``, see :mod:`tests.storage.transport.test_contract`.
+A store of :mod:`tests.storage.stores` joins by a subclass, see :mod:`tests.storage.transport.test_contract`.
 """
 
 import io
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import fsspec
 import pytest
@@ -24,16 +24,15 @@ from lightning.fabric.storage.transport import multipart, sink
 from lightning.fabric.storage.transport.backends import fsspec as fsspec_transport
 from lightning.fabric.storage.transport.open import open_writer
 from lightning.fabric.utilities.load import _lazy_load, _materialize_tensors
-from tests.storage.places import NAME, Store
+from tests.storage.places import NAME, NAMES, Store, remember_listing
 from tests.storage.states import Raising, assert_same, checkpoint, serialized, value_of
+from tests.storage.stores import OnStore
 
 MIB = 2**20
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
-#: Each is the name of a folder and of a file in it. The percent signs could be taken for an encoded space.
-NAMES = ["a[1]", "a*", "a?", "a#1", "a?b#c", "a%20b", "50% + é=1"]
 #: What can happen in the middle of a save.
 FAILURES = [pytest.param(ValueError("stop"), id="error"), pytest.param(KeyboardInterrupt(), id="interrupt")]
 #: What a store says of a file that it does not have as it should be.
@@ -53,12 +52,6 @@ def lower_limits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sink, "LARGEST_PIECE", 300_000)
     patch.setattr(multipart, "SMALLEST_PART", 5 * MIB)
     patch.setattr(fsspec_transport, "_AZURE_PIPE_LIMIT", 6 * MIB)
-
-
-def remember_listing(url: str) -> None:
-    """Fills what a file system remembers of a folder."""
-    fs, path = fsspec.url_to_fs(url)
-    assert fs.ls(path)
 
 
 def together(*actions: Callable[[], None]) -> None:
@@ -86,30 +79,12 @@ def together(*actions: Callable[[], None]) -> None:
         raise errors[0]
 
 
-class StorageContract:
-    """The tests. Attributes say what a store, not our code, is not able to do."""
-
-    #: Those of `NAMES` that the client of the store takes for others: to save under one is an error that says so.
-    refused_names: ClassVar[tuple[str, ...]] = ()
-    #: Bytes that are more than the lowered limits let through at once.
-    beyond_limits: ClassVar[int] = 400_000
-    #: Whether of several objects that are put under one name at a time, one is there at last.
-    has_whole_puts: ClassVar[bool] = True
-    #: Whether it knows of uploads that are given up, and drops their parts.
-    takes_uploads_back: ClassVar[bool] = True
-    #: Whether a client can be used by several threads.
-    has_threads: ClassVar[bool] = True
-
-    @pytest.fixture
-    def store(self) -> Store:
-        raise NotImplementedError("a backend provides it")
+class StorageContract(OnStore):
+    """The tests."""
 
     @pytest.fixture
     def plugin(self) -> TorchCheckpointIO:
         return TorchCheckpointIO()
-
-    def assert_nothing_is_unfinished(self, store: Store) -> None:
-        assert not self.takes_uploads_back or store.outside.unfinished_uploads() == []
 
     # What is saved is loaded
 

@@ -4,10 +4,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
 #: See :attr:`Store.url`.
 NAME = "run/x.ckpt"
+#: Each is the name of a folder and of a file in it. The percent signs could be taken for an encoded space.
+NAMES = ["a[1]", "a*", "a?", "a#1", "a?b#c", "a%20b", "50% + é=1"]
 
 
 class Outside(Protocol):
@@ -90,3 +93,9 @@ class Memory:
 
     def unfinished_uploads(self) -> list[str]:
         return []
+
+
+def remember_listing(url: str) -> None:
+    """Fills what a file system remembers of a folder."""
+    fs, path = fsspec.url_to_fs(url)
+    assert fs.ls(path)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning.fabric.storage.collectives.errors import failures_of_ranks
 from lightning.fabric.storage.paths.location import locate
@@ -72,15 +71,6 @@ def change(place: Place, bucket: Bucket, edit: Callable[[str, bytes], bytes | No
             (folder / name).write_bytes(new) if folder else bucket.put(f"run/last.ckpt/{name}", new)
 
 
-def test_an_overwrite_in_place_leaves_nothing_of_the_earlier_save(place: Place, bucket: Bucket) -> None:
-    for number in (1, 2):
-        save(place, number)
-        assert load(place) == number
-    left = [name.rpartition("/")[2] for name in names(place, bucket) if "last.ckpt/" in name]
-    assert len(left) == 4
-    assert {".metadata", "meta.pt"} < set(left)
-
-
 class Unpicklable:
     """Fails a save when its shard has been written."""
 
@@ -117,17 +107,6 @@ def test_a_save_that_fails_leaves_the_files_of_others_in_its_folder(tmp_path: Pa
     assert fail_to_save(path, lambda: None) == ["x.ckpt", "x.ckpt/notes.txt"]
 
 
-def test_what_was_found_before_an_overwrite_fails_to_load_and_is_not_mixed_with_it(place: Place) -> None:
-    save(place, 1)
-    found = checkpoint_place.find_checkpoint(place)
-    save(place, 2)
-    with pytest.raises(FileNotFoundError, match=r"is missing.*replaced while it was loaded. Load it again"):
-        load(found)
-    with pytest.raises(FileNotFoundError):
-        checkpoint_load.load_metadata(found)
-    assert load(place) == 2
-
-
 def test_meta_pt_is_for_stock_and_is_not_what_is_loaded_here(place: Place, bucket: Bucket) -> None:
     save(place, 1)
     seen = []
@@ -141,22 +120,6 @@ def test_meta_pt_is_for_stock_and_is_not_what_is_loaded_here(place: Place, bucke
     change(place, bucket, edit)
     assert seen == [1]
     assert load(place) == 1
-
-
-@pytest.mark.parametrize("which", ["_0_0.distcp", "_meta.distcp"])
-@pytest.mark.parametrize("damage", ["missing", "short"])
-def test_a_checkpoint_that_lacks_something_is_refused_with_its_name(
-    place: Place, bucket: Bucket, which: str, damage: str
-) -> None:
-    save(place, 1)
-    assert why_incomplete(place) is None
-    change(place, bucket, lambda name, old: old if which not in name else None if damage == "missing" else old[:-1])
-    what = (
-        rf"__\w+{which} is missing" if damage == "missing" else rf"another size than saved: __\w+{which} \(\d+ of \d+"
-    )
-    with pytest.raises(FileNotFoundError, match=rf"last.ckpt is incomplete: .*{what}"):
-        load(place)
-    assert why_incomplete(place) is not None
 
 
 def test_shards_without_metadata_are_refused_as_an_interrupted_save(place: Place, bucket: Bucket) -> None:
@@ -177,22 +140,6 @@ def test_where_there_is_nothing_no_checkpoint_is_found(place: Place) -> None:
     assert why_incomplete(place) is not None
     with pytest.raises(FileNotFoundError, match="There is no sharded checkpoint"):
         checkpoint_load.load_shards({}, found)
-
-
-@pytest.mark.parametrize("which", [".metadata", "_meta.distcp"])
-def test_a_flipped_bit_in_what_describes_the_checkpoint_is_found(place: Place, bucket: Bucket, which: str) -> None:
-    save(place, 1)
-
-    def flip(name: str, old: bytes) -> bytes:
-        return (
-            old
-            if which not in name
-            else old[: len(old) // 2] + bytes([old[len(old) // 2] ^ 4]) + old[len(old) // 2 + 1 :]
-        )
-
-    change(place, bucket, flip)
-    with pytest.raises(OSError, match=rf"{which} is damaged.*checksum is wrong"):
-        load(place)
 
 
 def test_a_newer_format_is_refused_and_says_so(tmp_path: Path) -> None:
@@ -236,14 +183,6 @@ def test_every_byte_of_every_file_has_a_checksum_and_metadata_holds_built_in_typ
                 assert start == at
                 at = end
         assert at == file["size"] == (tmp_path / name).stat().st_size
-
-
-def test_stock_torch_reads_our_shards(tmp_path: Path) -> None:
-    save(tmp_path / "x", 3)
-    dcp_to_torch_save(tmp_path / "x", tmp_path / "x.pt")
-    loaded = torch.load(tmp_path / "x.pt")
-    assert torch.equal(loaded["model"]["w"], WEIGHTS["w"] * 3)
-    assert loaded["note"] == "note 3"
 
 
 def test_a_checkpoint_without_anything_beside_the_shards_is_complete(tmp_path: Path) -> None:

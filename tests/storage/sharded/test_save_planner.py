@@ -2,9 +2,7 @@
 
 import pickle
 import pickletools
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,53 +14,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from lightning.fabric.storage.collectives.channel import Channel
 from lightning.fabric.storage.collectives.rank_group import RankGroup
 from lightning.fabric.storage.sharded import save_planner
 from lightning.fabric.storage.sharded.checksums import FileRecords, Record
 from lightning.fabric.storage.sharded.global_plan import PackedPlan, join_plans
 from lightning.fabric.storage.sharded.save_planner import PlanCache
-
-
-class Table:
-    """Where threads meet as ranks do."""
-
-    def __init__(self, world: int) -> None:
-        self.world = world
-        self.said: list[Any] = [None] * world
-        self.answers: list[Any] = []
-        self.barrier = threading.Barrier(world, timeout=20)
-
-
-class Seat(Channel):
-    def __init__(self, table: Table, rank: int) -> None:
-        super().__init__()
-        self._table, self.rank, self.world_size = table, rank, table.world
-
-    def gather(self, value: Any) -> list[Any]:
-        self._table.said[self.rank] = value
-        self._table.barrier.wait()
-        return list(self._table.said) if self.rank == 0 else []
-
-    def scatter(self, values: list[Any]) -> Any:
-        if self.rank == 0:
-            self._table.answers = values
-        self._table.barrier.wait()
-        return self._table.answers[self.rank]
-
-
-def together(world: int, act: Callable[[RankGroup], Any]) -> list[Any]:
-    """What each rank's thread returns, or raises."""
-
-    def caught(group: RankGroup) -> Any:
-        try:
-            return act(group)
-        except BaseException as error:
-            return error
-
-    table = Table(world)
-    with ThreadPoolExecutor(world) as threads:
-        return list(threads.map(caught, [RankGroup(Seat(table, rank)) for rank in range(world)]))
+from tests.storage.sharded.thread_ranks import run_ranks
 
 
 def item(name: str, at: int, size: int, of: int, kind: WriteItemType | None = None) -> WriteItem:
@@ -80,20 +37,20 @@ def test_what_has_not_changed_is_not_said_again(monkeypatch: pytest.MonkeyPatch)
     joins = []
     monkeypatch.setattr(save_planner, "join_plans", lambda packed: joins.append(1) or join_plans(packed))
     known = [PlanCache(), PlanCache()]
-    before = together(2, lambda group: known[group.rank].agree(lambda: plan_of(group.rank), group))
-    again = together(2, lambda group: known[group.rank].agree(lambda: plan_of(group.rank), group))
+    before = run_ranks(2, lambda group: known[group.rank].agree(lambda: plan_of(group.rank), group))
+    again = run_ranks(2, lambda group: known[group.rank].agree(lambda: plan_of(group.rank), group))
     assert (again, len(joins)) == (before, 1)
     assert [[one.index.fqn for one in plan.items] for plan, _ in again] == [["w", "step"], ["w"]]
-    larger = together(2, lambda group: known[group.rank].agree(lambda: plan_of(group.rank, 8), group))
+    larger = run_ranks(2, lambda group: known[group.rank].agree(lambda: plan_of(group.rank, 8), group))
     assert len(joins) == 2
     assert described(larger[0][1]).state_dict_metadata["w"].size == torch.Size([16])
 
 
 def test_ranks_that_know_different_plans_agree_anew() -> None:
     known = [PlanCache(), PlanCache()]
-    before = together(2, lambda group: known[group.rank].agree(lambda: plan_of(group.rank), group))
+    before = run_ranks(2, lambda group: known[group.rank].agree(lambda: plan_of(group.rank), group))
     known[1] = PlanCache()  # as after a failure there
-    again = together(2, lambda group: known[group.rank].agree(lambda: plan_of(group.rank), group))
+    again = run_ranks(2, lambda group: known[group.rank].agree(lambda: plan_of(group.rank), group))
     assert [plan for plan, _ in again] == [plan for plan, _ in before]
     assert described(again[0][1]) == described(before[0][1])
 
@@ -220,7 +177,7 @@ def test_a_rank_that_fails_fails_all_of_them_and_knows_its_own_reason() -> None:
         finally:
             errors[group.rank] = group.error
 
-    raised = together(2, fail)
+    raised = run_ranks(2, fail)
     assert all(isinstance(error, CheckpointException) for error in raised)
     assert [sorted(error.failures) for error in raised] == [[1], [1]]
     assert errors[0] is None
@@ -231,5 +188,5 @@ def test_rank_zero_that_cannot_decide_fails_all_ranks() -> None:
     def decide(said: list[int]) -> list[int]:
         raise ValueError("no way")
 
-    raised = together(3, lambda group: group.gather_scatter("save", lambda: 1, decide))
+    raised = run_ranks(3, lambda group: group.gather_scatter("save", lambda: 1, decide))
     assert [str(error.failures[0][0]) for error in raised] == ["no way"] * 3

@@ -15,9 +15,7 @@ from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.background.pending import drain, will_exist
 from lightning.fabric.storage.background.queue import Queue, Save
-from lightning.fabric.storage.paths.layout import MARKS
 from lightning.fabric.storage.paths.location import locate
-from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.sharded.metadata_file import read_metadata
 from lightning.fabric.storage.tools.copy import duplicate
 from lightning.fabric.storage.tools.discover import why_incomplete
@@ -47,17 +45,6 @@ def test_a_file_is_copied_over_another_one(root: str) -> None:
     for epoch, name in enumerate(("one", "two"), 1):
         duplicate(f"{root}/run/{name}.ckpt", f"{root}/run/last.ckpt")
         assert load_file(f"{root}/run/last.ckpt") == {"epoch": epoch}
-    assert locate(f"{root}/run").list_names() == ["last.ckpt", "one.ckpt", "two.ckpt"]
-
-
-def test_shards_are_copied_over_shards_and_nothing_is_left_of_those(root: str) -> None:
-    save(f"{root}/run/one.ckpt", 1)
-    save(f"{root}/run/two.ckpt", 2)
-    for number, name in enumerate(("one", "two"), 1):
-        duplicate(f"{root}/run/{name}.ckpt", f"{root}/run/last.ckpt")
-        assert load(f"{root}/run/last.ckpt") == number
-        assert locate(f"{root}/run/last.ckpt").list_names() == locate(f"{root}/run/{name}.ckpt").list_names()
-    assert load(f"{root}/run/one.ckpt") == 1
     assert locate(f"{root}/run").list_names() == ["last.ckpt", "one.ckpt", "two.ckpt"]
 
 
@@ -113,29 +100,6 @@ def test_the_old_shards_count_until_all_are_copied_and_what_was_copied_in_vain_g
         duplicate(f"{bucket.url}/run/two.ckpt", f"{bucket.url}/run/last.ckpt")
     assert bucket.names() == before
     assert load(f"{bucket.url}/run/last.ckpt") == 1
-
-
-@pytest.mark.parametrize("mark", MARKS)
-def test_what_is_copied_stays_once_metadata_may_be_there(mark: str, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(f"{root}/run/one.ckpt", 1)
-    save(f"{root}/run/two.ckpt", 2)
-    duplicate(f"{root}/run/one.ckpt", f"{root}/run/last.ckpt")
-
-    marks = [mark]
-
-    def interrupted(source: Place, target: Place) -> None:
-        server_side_copy.copy_file(source, target)
-        if marks and str(target).endswith(marks[0]):
-            marks.clear()
-            raise KeyboardInterrupt  # while nobody knows whether the store has made the copy
-
-    monkeypatch.setattr("lightning.fabric.storage.tools.copy.copy_file", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        duplicate(f"{root}/run/two.ckpt", f"{root}/run/last.ckpt")
-    assert load(f"{root}/run/last.ckpt") == 2
-    duplicate(f"{root}/run/one.ckpt", f"{root}/run/last.ckpt")
-    assert locate(f"{root}/run/last.ckpt").list_names() == locate(f"{root}/run/one.ckpt").list_names()
-    assert load(f"{root}/run/last.ckpt") == 1
 
 
 def test_shards_with_the_names_of_the_old_ones_are_never_taken_for_those(bucket: Bucket) -> None:
