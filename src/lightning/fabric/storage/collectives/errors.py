@@ -105,7 +105,7 @@ def failures_of_ranks(verb: str, place: Place, worker: Any) -> Iterator[None]:
                 raise own from None
             if isinstance(error, CheckpointException):
                 failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
-                # which has the tracebacks of all ranks: they tell of a fault, and nothing of a store that refuses
+                # its tracebacks, of all ranks, explain a fault of the code, and no refusal of a store
                 explained = all(isinstance(failure, (OSError, PeerFailed)) for failure in failures.values())
                 raise _failure(verb, place, failures) from (None if explained else error)
             if own is not None and not isinstance(own, PeerFailed):
