@@ -52,14 +52,13 @@ def _run_each(found: Sequence[Place]) -> int:
     """Prints the problems and the summary of each of many checkpoints; returns the exit code."""
     from lightning.fabric.storage.tools.verify import NoCheckpoint, verify_one_of_many
 
-    checked = wrong = unknown = 0
+    removed = wrong = unknown = 0
     for place in found:
-        checked += 1
         try:
             result = verify_one_of_many(place)
         except Exception as error:
             if isinstance(error, FileNotFoundError) and not isinstance(error, NoCheckpoint):
-                checked -= 1
+                removed += 1
                 print(f"{place}: removed meanwhile")
             else:
                 unknown += 1
@@ -70,6 +69,7 @@ def _run_each(found: Sequence[Place]) -> int:
             print(problem)
         print(f"{place}: {result}")
     counts = [f"{wrong} with problems"] * bool(wrong) + [f"{unknown} not checked"] * bool(unknown)
+    checked = len(found) - removed
     what = f"{checked} checkpoint{'s' * (checked != 1)}"
     print(f"{what}: {', '.join(counts)}" if counts else f"{what}, all complete")
     return 1 if wrong else 2 if unknown else 0

@@ -24,9 +24,9 @@ def follow(trainer: "Trainer") -> None:
     Call it in the thread that trains: saves of other threads are not shown.
     """
     global _followed
-    if _followed is not None and _followed.is_of(trainer):
-        return
     if _followed is not None:
+        if _followed.active() is trainer:
+            return
         _followed.stop()
     _followed = _Saves(trainer)
 
@@ -40,14 +40,11 @@ class _Saves:
         self._progress = SaveProgress()
         self.stop = save_report.listen(self)
 
-    def is_of(self, trainer: "Trainer") -> bool:
-        return self._trainer() is trainer and self._thread == threading.get_ident()
-
-    def _active(self) -> "Trainer | None":
+    def active(self) -> "Trainer | None":
         return self._trainer() if self._thread == threading.get_ident() else None
 
     def begin(self, report: SaveReport, name: str) -> None:
-        if (trainer := self._active()) is None:
+        if (trainer := self.active()) is None:
             return
         if not self._stages:
             self._progress.begin(trainer, report)
@@ -66,7 +63,7 @@ class _Saves:
             self._progress.end()
 
     def finished(self, report: SaveReport) -> AbstractContextManager[None]:
-        if (trainer := self._active()) is None:
+        if (trainer := self.active()) is None:
             return nullcontext()
         profiler = _profiler_of(trainer)
         if isinstance(profiler, SimpleProfiler):  # others cannot be given a duration

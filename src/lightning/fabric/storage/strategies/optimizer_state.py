@@ -5,6 +5,7 @@ and then ask for the state of each parameter. Here an optimizer has after a load
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,17 +114,17 @@ def target_factory(module: nn.Module, optimizer: Optimizer) -> Callable[[str, st
     size of its parameter is distributed like that.
     """
     parameters = {name: parameter for parameter, name in names_of(module).items()}
-    made: dict[str, Any] = {}
+
+    @cache
+    def states() -> Any:
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        return get_optimizer_state_dict(module, optimizer)["state"]
 
     def own(name: str, part: str) -> Any:
         if parameters[name] in optimizer.state:
             return optimizer.state[parameters[name]].get(part)
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-        if not made:
-            states: Any = get_optimizer_state_dict(module, optimizer)["state"]
-            made.update(states)
-        return made.get(name, {}).get(part)
+        return states().get(name, {}).get(part)
 
     def target(name: str, part: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
         parameter = parameters.get(name)
