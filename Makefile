@@ -28,7 +28,7 @@ OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init_
 
 setup: $(FORK_STAMP)
 
-# Three at a time on two cores, for much of what they do is to wait.
+# In three processes on two cores, for much of what they do is to wait; who is done takes tests from those who are not.
 test: lint
 	$(BIN)/python -m pytest -m "not slow and not packaging" --numprocesses 3 --dist worksteal
 

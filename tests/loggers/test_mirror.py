@@ -239,8 +239,7 @@ def test_what_could_not_be_copied_by_a_drain_is_tried_again_by_a_thread(bucket: 
     assert bucket.get("run/metrics.csv") == b"1"
 
 
-@pytest.mark.parametrize("last", ["flush", "drain"])
-@pytest.mark.parametrize("is_used", [True, False])
+@pytest.mark.parametrize(("last", "is_used"), [("flush", True), ("drain", True), ("drain", False)])
 def test_the_end_of_the_interpreter_copies_the_rest(bucket: Bucket, last: str, is_used: bool) -> None:
     script = f"""
 from lightning.fabric.loggers.mirror import Mirror

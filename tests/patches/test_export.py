@@ -146,6 +146,7 @@ class TestLightning:
         assert "1 failed" in done.stdout, done.stdout + done.stderr
         git(checkout, "reset", "--quiet", "--hard")
 
+    @pytest.mark.slow  # that each applies alone, tests of the real patches show
     @pytest.mark.parametrize("name", NAMES)
     def test_each_patch_alone_with_what_it_requires(self, name: str, checkout: Path, tmp_path: Path) -> None:
         chosen = select(PATCHES, [name])

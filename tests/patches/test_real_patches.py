@@ -32,7 +32,7 @@ def test_order_makes_no_difference(pristine: Pristine) -> None:
     }
 
 
-@both
+@pytest.mark.parametrize("distribution", ["lightning", pytest.param("pytorch", marks=pytest.mark.slow)])
 @each_patch
 def test_each_alone_with_what_it_requires(distribution: str, name: str, pristine: Pristine) -> None:
     for path, change in changes(Layout(pristine(distribution)), select(PATCHES, [name])).items():
@@ -74,6 +74,7 @@ def test_status_of_pristine_lightning(distribution: str, pristine: Pristine) -> 
     assert {judge(Layout(pristine(distribution)), patch) for patch in PATCHES} == {("applies", "")}
 
 
+@pytest.mark.slow
 @each_patch
 def test_status_once_a_patch_has_landed(name: str, pristine: Pristine, tmp_path: Path) -> None:
     shutil.copytree(pristine("lightning"), tmp_path, dirs_exist_ok=True)

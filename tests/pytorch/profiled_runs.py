@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -38,7 +39,8 @@ def slowly_constructed_loader() -> DataLoader:
     return DataLoader(torch.ones(4, 2), batch_size=2)
 
 
-PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
+#: The second one is made of the same patches and modules, with other names.
+PACKAGES = ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.slow)]
 
 
 def package(name: str) -> Any:

@@ -47,6 +47,10 @@ def _engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setitem(sys.modules, "obstore", None)
 
 
+#: Another process has obstore in any case.
+in_a_process = pytest.mark.parametrize("_engine", ["obstore"], indirect=True)
+
+
 def fit(*folders: str, **options: Any) -> Model:
     model = Model()
     callbacks = [
@@ -198,6 +202,7 @@ Trainer(**{**QUIET, "max_epochs": 1, "devices": 1, **given}).fit(Model())
 """
 
 
+@in_a_process
 @pytest.mark.parametrize("kind", ["root", "loggers"])
 def test_a_bucket_that_is_missing_is_told_of_once(kind: str, bucket: Bucket, request: pytest.FixtureRequest) -> None:
     script = LOGGED.replace("KIND", repr(kind))
@@ -211,7 +216,9 @@ def test_a_bucket_that_is_missing_is_told_of_once(kind: str, bucket: Bucket, req
 
 
 RANK = """
+import torch
 from tests.pytorch.test_first_look import Model, ModelCheckpoint, QUIET, Trainer
+torch.distributed.init_process_group("gloo", init_method="file://STORE", rank=NUMBER, world_size=2)
 model = Model()
 checkpoint = ModelCheckpoint("s3://no-such-bucket/run")
 trainer = Trainer(max_epochs=1, devices=2, strategy="ddp", callbacks=[checkpoint], **QUIET)
@@ -222,18 +229,17 @@ except FileNotFoundError as error:
 """
 
 
-def test_all_ranks_stop_and_one_has_looked(bucket: Bucket, request: pytest.FixtureRequest) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "NODE_RANK": "0"}
+@in_a_process
+def test_all_ranks_stop_and_one_has_looked(bucket: Bucket, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     before = len(bucket.server.proxy.requests)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK], cwd=request.config.rootpath, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, **place, "LOCAL_RANK": str(rank)},
+            [sys.executable, "-c", RANK.replace("STORE", str(tmp_path / "store")).replace("NUMBER", str(rank))],
+            cwd=request.config.rootpath, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "WORLD_SIZE": "2", "NODE_RANK": "0", "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
     ]  # fmt: skip
-    for said in [rank.communicate(timeout=120)[0] for rank in ranks]:
+    for said in [rank.communicate(timeout=240)[0] for rank in ranks]:
         assert re.search(r"^0 .*There is no bucket 'no-such-bucket'", said, re.MULTILINE), said
     assert len(bucket.server.proxy.requests) == before + 1

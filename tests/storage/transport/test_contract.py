@@ -32,6 +32,7 @@ class TestS3WithoutObstore(stores.S3WithoutObstore, StorageContract):
     pass
 
 
+@pytest.mark.slow
 class TestS3FarAway(stores.S3FarAway, StorageContract):
     pass
 
