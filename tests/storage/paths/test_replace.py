@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.implementations.sftp import SFTPFileSystem
 
 from lightning.fabric.storage.paths import replace
@@ -35,9 +34,7 @@ def refuse_exchange(patch: pytest.MonkeyPatch, number: int) -> None:
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """Where a checkpoint is to be, in a folder that has nothing else."""
     if request.param == "memory":
-        MemoryFileSystem.store.clear()
-        MemoryFileSystem.pseudo_dirs[:] = [""]
-        yield locate("memory://run/x [1].ckpt")
+        yield locate(f"{request.getfixturevalue('memory')}/run/x [1].ckpt")
     elif request.param == "sftp":
         SFTPFileSystem.clear_instance_cache()
         with sftp_server(tmp_path) as url:

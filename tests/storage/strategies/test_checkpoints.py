@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.storage.archives.save import save_file
@@ -24,12 +23,17 @@ def test_an_older_torch_gets_one_clear_message_for_a_url(path: str | Path, monke
 
 
 @pytest.fixture(params=["local", "s3", "memory", "tree", "generic", "ftp"])
-def place(request: pytest.FixtureRequest, bucket: Bucket, ftp: str, tmp_path: Path) -> Place:
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
-    roots = {"local": tmp_path, "s3": bucket.url, "memory": "memory://run", "ftp": ftp}
-    roots |= {protocol: f"{protocol}://{tmp_path}" for protocol in ("tree", "generic")}
-    return locate(f"{roots[request.param]}/x.ckpt")
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    kind = request.param
+    if kind == "local":
+        root = str(tmp_path)
+    elif kind in ("tree", "generic"):
+        root = f"{kind}://{tmp_path}"
+    elif kind == "s3":
+        root = request.getfixturevalue("bucket").url
+    else:
+        root = request.getfixturevalue(kind)
+    return locate(f"{root}/run/x.ckpt")
 
 
 def make_shards(place: Place) -> None:

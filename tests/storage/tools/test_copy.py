@@ -2,14 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 
 import pytest
 import s3fs
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
@@ -27,16 +25,12 @@ STORES = ["s3", "memory", "ftp"]
 
 
 @pytest.fixture(params=STORES)
-def root(request: pytest.FixtureRequest) -> Iterator[str]:
+def root(request: pytest.FixtureRequest) -> str:
     if request.param == "s3":
-        yield request.getfixturevalue("bucket").url
-    elif request.param == "ftp":
-        yield request.getfixturevalue("ftp")
-    else:
-        MemoryFileSystem.store.clear()
-        MemoryFileSystem.pseudo_dirs[:] = [""]
-        yield "memory://place"
-        MemoryFileSystem.store.clear()
+        return str(request.getfixturevalue("bucket").url)
+    if request.param == "ftp":
+        return str(request.getfixturevalue("ftp"))
+    return f"{request.getfixturevalue('memory')}/place"
 
 
 def test_a_file_is_copied_over_another_one(root: str) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -85,11 +84,8 @@ class TestMemory(BackendContract):
     steps = ("commit",)
 
     @pytest.fixture
-    def target(self) -> Iterator[Target]:
-        MemoryFileSystem.store.clear()
-        MemoryFileSystem.pseudo_dirs[:] = [""]
-        yield Target(lambda: PipeUpload(MemoryFileSystem(), f"/{NAME}", PARTS), Memory())
-        MemoryFileSystem.store.clear()
+    def target(self, memory: str) -> Target:
+        return Target(lambda: PipeUpload(MemoryFileSystem(), f"/{NAME}", PARTS), Memory())
 
     def reaching(self, step: str, act: Act, monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[None]:
         return acting(monkeypatch, MemoryFileSystem, "pipe_file", act)
