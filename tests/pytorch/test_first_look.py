@@ -240,6 +240,11 @@ def test_all_ranks_stop_and_one_has_looked(bucket: Bucket, request: pytest.Fixtu
         )
         for rank in range(2)
     ]  # fmt: skip
-    for said in [rank.communicate(timeout=240)[0] for rank in ranks]:
+    try:
+        output = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for said in output:
         assert re.search(r"^0 .*There is no bucket 'no-such-bucket'", said, re.MULTILINE), said
     assert len(bucket.server.proxy.requests) == before + 1
