@@ -13,7 +13,9 @@ from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.background.pending import drain, will_exist
 from lightning.fabric.storage.background.queue import Queue, Save
+from lightning.fabric.storage.paths.layout import MARKS
 from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.remove import remove_names
 from lightning.fabric.storage.sharded.metadata_file import read_metadata
 from lightning.fabric.storage.tools.copy import duplicate
 from lightning.fabric.storage.tools.discover import why_incomplete
@@ -51,6 +53,17 @@ def test_a_file_and_a_folder_take_each_others_place(root: str) -> None:
     duplicate(f"{root}/run/one.ckpt", f"{root}/run/last.ckpt")
     assert load_file(f"{root}/run/last.ckpt") == {"epoch": 1}
     assert locate(f"{root}/run").list_names() == ["last.ckpt", "one.ckpt", "two.ckpt"]
+
+
+def test_a_checkpoint_that_lacks_a_shard_does_not_take_the_place_of_a_whole_one(root: str) -> None:
+    save(f"{root}/run/one.ckpt", 1)
+    save(f"{root}/run/two.ckpt", 2)
+    duplicate(f"{root}/run/one.ckpt", f"{root}/run/last.ckpt")
+    shards = locate(f"{root}/run/two.ckpt")
+    remove_names(shards, [name for name in shards.list_names() if name not in MARKS])
+    with pytest.raises(FileNotFoundError, match=r"two\.ckpt is incomplete"):
+        duplicate(f"{root}/run/two.ckpt", f"{root}/run/last.ckpt")
+    assert load(f"{root}/run/last.ckpt") == 1
 
 
 def test_s3_copies_what_is_large_in_parts_and_nothing_passes_through_this_machine(

@@ -10,6 +10,7 @@ from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.paths.remove import remove_file, remove_folder, remove_names
 from lightning.fabric.storage.paths.replace import remove_leftovers, replace_by_folder
 from lightning.fabric.storage.save_report import timed
+from lightning.fabric.storage.sharded.metadata_file import read_metadata
 from lightning.fabric.storage.transport.errors import questions_named
 from lightning.fabric.storage.transport.server_side_copy import copy_file
 
@@ -23,7 +24,7 @@ def duplicate(source: str | os.PathLike[str], target: str | os.PathLike[str]) ->
     ``.metadata``, which is copied after them, commits them. Then the files of the one before are removed.
 
     Raises:
-        FileNotFoundError: There is no checkpoint at ``source``.
+        FileNotFoundError: There is no checkpoint at ``source``, or one that lacks files.
         OSError: The checkpoint could not be copied.
     """
     place, copy = locate(source), locate(target)
@@ -40,13 +41,14 @@ def duplicate(source: str | os.PathLike[str], target: str | os.PathLike[str]) ->
 
 def _copy_folder(source: Place, target: Place) -> None:
     names = list(source.sizes_of_files())
+    if METADATA in names:
+        read_metadata(source)  # what lacks a shard must not take the place of a complete checkpoint
     in_the_way = not target.shares_names() and target.is_file()
     folder = target.beside(f".{secrets.token_hex(6)}.new") if in_the_way else target
     before = {} if in_the_way else target.sizes_of_files()
     shards = [name for name in names if name not in MARKS]
-    if not before.keys().isdisjoint(
-        shards
-    ):  # of stock's, which have the same names each time: no checkpoint may mix them
+    # of stock's, which have the same names each time: no checkpoint may mix them
+    if not before.keys().isdisjoint(shards):
         with questions_named(folder, "remove"):
             remove_names(folder, [name for name in MARKS if name in before])
     tried = 0
