@@ -126,7 +126,7 @@ def test_a_rank_that_waits_for_others_in_the_background_is_not_taken_for_one_tha
 
 
 def test_a_rank_that_writes_slowly_is_not_taken_for_one_that_makes_no_progress(local: Local) -> None:
-    more = {"seconds": 0.1, "each": True, "patience_s": 1, "limit_s": 60}
+    more = {"seconds": 0.15, "each": True, "patience_s": 1, "limit_s": 60}
     outcomes = local.run(save_job(local.new({}), "model_parallel", "sharded", **{**slow(1, "write"), **more}), 2)
     assert [outcome["error"] for outcome in outcomes] == [None, None]
     assert outcomes[0]["seconds"] > 2

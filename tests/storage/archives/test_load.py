@@ -187,7 +187,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     ("load", "options"),
-    [(_load, {}), (_load, {"weights_only": False}), (_lazy_load, {}), (full_state.load_whole, {"weights_only": False})],
+    [(_load, {}), (_load, {"weights_only": False}), (_lazy_load, {}), (full_state.load_whole, {})],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_of_another_kind_is_said_to_be_none_in_one_error(
