@@ -107,7 +107,7 @@ def test_a_mistyped_path_is_the_same_error_for_every_strategy(bucket: Bucket, tm
 def test_a_folder_that_is_no_checkpoint_is_not_called_missing(tmp_path: Path) -> None:
     from lightning.fabric.storage.strategies.checkpoint_place import find_to_load
 
-    with pytest.raises(ValueError, match="does not point to a valid checkpoint"):
+    with pytest.raises(ValueError, match="holds no sharded checkpoint"):
         find_to_load(tmp_path)
     with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
         find_to_load(tmp_path / "none")

@@ -161,7 +161,7 @@ class LogFiles(_LogFolder):
         """
         if has_entries(folder):
             rank_zero_warn(
-                f"Experiment logs directory {locate(folder)} exists and is not empty. What an earlier run has logged"
+                f"There are logs of an earlier run in {locate(folder)}. What that has logged"
                 f" to {os.path.basename(file)} there is deleted: give each run its own version, to keep all."
             )
             remove_file(locate(file))

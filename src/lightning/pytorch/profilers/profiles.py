@@ -84,7 +84,7 @@ def export_trace(own: Any, profiler: "torch.profiler.profile", action_name: str)
     from torch.profiler import tensorboard_trace_handler
 
     if own.dirpath is None:
-        rank_zero_warn("The PyTorchProfiler failed to export trace: it has no `dirpath` to write it to.")
+        rank_zero_warn("PyTorchProfiler has no `dirpath`, so that its trace is not written.")
         return
     if own._export_to_chrome:
         with folder_for(own) as folder:

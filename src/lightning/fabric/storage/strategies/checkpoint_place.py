@@ -112,8 +112,8 @@ def find_to_load(path: AnyPath, weights_only: bool | None = None) -> FoundCheckp
         if from_rank_zero(found.place.kind, f"loading {found.place}") == "nothing":
             raise not_found(found.place)
         raise ValueError(
-            f"The path {str(found)!r} does not point to a valid checkpoint: it is neither a folder of a sharded"
-            " checkpoint nor a file with a full one."
+            f"There is a folder {found}, but it holds no sharded checkpoint. Give the path of one, or of a file with a"
+            " full checkpoint."
         )
     return found
 
@@ -140,4 +140,4 @@ def refuse_folder(place: Place) -> None:
     """
     # in this order: rank zero may be replacing shards by a file at this moment
     if not place.shares_names() and not is_sharded_checkpoint(place) and place.is_folder():
-        raise IsADirectoryError(f"The checkpoint path exists and is a directory: {place}")
+        raise IsADirectoryError(f"{place} is a folder, and no checkpoint that a file may replace: save to another path")

@@ -141,7 +141,7 @@ def load_trainers(strategy: Any, path: Path, weights_only: bool | None) -> dict[
 
 def _is_sharded(strategy: Any) -> bool:
     if strategy._state_dict_type not in ("sharded", "full"):
-        raise ValueError(f"Unknown state_dict_type: {strategy._state_dict_type}")
+        raise ValueError(f"`state_dict_type` is 'sharded' or 'full', not {strategy._state_dict_type!r}")
     return bool(strategy._state_dict_type == "sharded")
 
 

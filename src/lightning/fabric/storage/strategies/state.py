@@ -46,12 +46,14 @@ def distributed_model(
     found = [(key, value) for key, value in state.items() if is_distributed(value)]
     if not found:
         raise ValueError(
-            f"Could not find a {kind} model among {', '.join(map(repr, state)) or 'nothing'}. The state of a checkpoint"
-            " needs the module that the strategy has set up, and its optimizers as they were set up with it."
+            f"The state has no {kind} model, but {', '.join(map(repr, state)) or 'nothing'}. It needs the module that"
+            " the strategy has set up, and its optimizers as they were set up with it."
         )
     if len(found) > 1:
         keys = ", ".join(repr(key) for key, _ in found)
-        raise ValueError(f"Found multiple {kind} models: {keys}. A checkpoint holds one; give each its own path.")
+        raise ValueError(
+            f"A checkpoint holds one {kind} model, and the state has several: {keys}. Save each at its own path."
+        )
     optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
     return DistributedModel(*found[0], optimizers)
 
