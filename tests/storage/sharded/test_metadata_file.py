@@ -1,5 +1,6 @@
 """Sharded checkpoints are whole or not at all, in one process; tests/strategies has them with several ranks."""
 
+import enum
 import io
 import logging
 import os
@@ -12,13 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from lightning.fabric.storage.collectives.errors import failures_of_ranks
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.place import LocalPlace, Place
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.sharded.checksums import FileRecords, Record, records_of
+from lightning.fabric.storage.sharded.metadata_unpickler import unpickle
 from lightning.fabric.storage.strategies import checkpoint_load, checkpoint_place, checkpoint_save
 from lightning.fabric.storage.tools import consolidate, verify
 from lightning.fabric.storage.tools.discover import why_incomplete
@@ -323,3 +326,34 @@ def test_options_of_the_save_reach_the_store(bucket: Bucket, monkeypatch: pytest
     assert load(place) == 1
     with pytest.raises(TypeError, match="Storage options are a dictionary"):
         checkpoint_place.locate_checkpoint(f"{bucket.url}/x.ckpt", "http://127.0.0.1:9")  # type: ignore[arg-type]
+
+
+class _AsEarlyPython311(pickle.Pickler):
+    """Pickles the members of enumerations as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def _as_early_python_311(obj: Any) -> bytes:
+    file = io.BytesIO()
+    _AsEarlyPython311(file, protocol=4).dump(obj)
+    return file.getvalue()
+
+
+def test_metadata_that_an_early_python_311_has_pickled_are_read() -> None:
+    properties = TensorProperties(torch.float16, memory_format=torch.channels_last)
+    entry = TensorStorageMetadata(properties, torch.Size([2]), [ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))])
+    content = _as_early_python_311(Metadata({"w": entry}))
+    assert b"getattr" in content
+    assert unpickle(content) == pickle.loads(content)
+
+
+@pytest.mark.parametrize("wanted", [(torch.Size, "__class__"), (Metadata, "__init__"), ("a", "join")])
+def test_metadata_get_no_attribute_of_anything_else(wanted: tuple[Any, str]) -> None:
+    class Asks:
+        def __reduce__(self) -> Any:
+            return getattr, wanted
+
+    with pytest.raises(pickle.UnpicklingError, match="asks for an attribute"):
+        unpickle(pickle.dumps({"w": Asks()}, protocol=4))

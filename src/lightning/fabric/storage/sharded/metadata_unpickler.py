@@ -211,6 +211,15 @@ _METADATA = metadata.__name__
 _FORMER = "torch.distributed._shard.sharded_tensor.metadata"
 _PROPERTIES = _class(_Properties)
 _ENCODING = _function(int)
+
+
+def _member(encoding: Any, name: Any) -> int:
+    """Returns the value of a memory format, for which Python 3.11 before 3.11.4 pickles a call of ``getattr``."""
+    if encoding is not _ENCODING or type(name) is not str:
+        raise pickle.UnpicklingError("it asks for an attribute, of which metadata have none")
+    return int(metadata._MEM_FORMAT_ENCODING[name].value)
+
+
 _STAND_INS: dict[tuple[str, str], Any] = {
     (_METADATA, "Metadata"): _class(metadata.Metadata),
     (_METADATA, "MetadataIndex"): _INDEX,
@@ -226,6 +235,7 @@ _STAND_INS: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): _function(_layout),
     ("collections", "OrderedDict"): _function(lambda: OrderedDict()),
     ("_operator", "getitem"): _GETITEM,
+    ("builtins", "getattr"): _function(_member),
     ("builtins", "range"): _function(_range),
     ("builtins", "map"): _function(lambda function, *values: _Lazy.joined(partial(map, _CALLABLES[function]), values)),
     ("builtins", "zip"): _function(lambda *values: _Lazy.joined(zip, values)),
