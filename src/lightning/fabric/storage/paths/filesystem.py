@@ -143,8 +143,10 @@ def files_below(fs: AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
     in_bucket = "/" in path.strip("/")  # there is nothing around a bucket to look in
     if in_bucket and "prefix" in inspect.signature(getattr(fs, "_find", fs.find)).parameters:
         # adlfs's find(path) stops at the file. What it is asked for here matches the names beside the folder as well
-        prefix = inside.rstrip("/").rpartition("/")[2] + "/"
-        found = fs.find(fs._parent(path), prefix=prefix, detail=True)
+        above = fs._parent(path)
+        while fs._strip_protocol(above) != above:  # it takes a `?` at the end for an empty query
+            above = fs._parent(above)
+        found = fs.find(above, prefix=inside[len(above) + 1 :], detail=True)
     else:
         found = fs.find(path, detail=True)
     return {name: info for name, info in found.items() if name.startswith(inside)}
