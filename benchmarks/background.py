@@ -98,10 +98,8 @@ def collect_file(trainer: Trainer) -> dict[str, Any]:
     return {"state_dict": trainer.lightning_module.state_dict(), "optimizer": trainer.optimizers[0].state_dict()}
 
 
-def stalls(
-    meter: Meter, way: Way, url: str, saves: int, collect: Callable[[Trainer], Any], trainer: Trainer, state: State
-) -> dict[str, Any]:
-    """Saves once, and ``saves`` times more; what it takes to ``collect`` the state by itself is measured as well."""
+def stalls(meter: Meter, way: Way, url: str, saves: int, trainer: Trainer, state: State) -> dict[str, Any]:
+    """Saves once, and ``saves`` times more."""
     tensors = state.tensors
     buffers = [torch.ones_like(tensor) for tensor in tensors]
     meter.ready()
@@ -114,15 +112,11 @@ def stalls(
             saved.append(held[-1] + slowest(way.wait))
     trim()
     kept = meter.watcher.level() - peak.before
-    collected = [slowest(partial(collect, trainer)) for _ in range(saves)]
-    stall, copied_in = statistics.median(held[1:]), statistics.median(copied[1:])
     return {
         "first_s": held[0],
         "stalls_s": held[1:],
         "copies_s": copied[1:],
-        "ratio": stall / copied_in,
-        "collected_s": collected,
-        "rest_ratio": (stall - statistics.median(collected)) / copied_in,
+        "ratio": statistics.median(held[1:]) / statistics.median(copied[1:]),
         "saved_s": saved[1:],
         "memory_mib": max(of_ranks(peak.extra)) / MIB,
         "kept_mib": max(of_ranks(kept)) / MIB,
@@ -157,7 +151,7 @@ def stall_of_file(meter: Meter, url: str, mib: int, tensor_mib: int, saves: int,
     """Measures how long training stands still for saves of one file."""
     warm_up(url)
     one = way_to_save(way, is_sharded=False)
-    measure = partial(stalls, meter, one, url, saves, collect_file)
+    measure = partial(stalls, meter, one, url, saves)
     return fit_idle(partial(whole, mib, tensor_mib), measure, plugins=one.plugins)
 
 
@@ -165,7 +159,7 @@ def stall_of_shards(meter: Meter, url: str, strategy: str, mib: int, saves: int,
     """Measures how long training stands still for sharded saves of ``mib`` MiB a rank."""
     warm_up(url)
     one = way_to_save(way, is_sharded=True)
-    measure = partial(stalls, meter, one, url, saves, collect)
+    measure = partial(stalls, meter, one, url, saves)
     return fit_idle(partial(one_huge, mib), measure, strategy, one.plugins)
 
 

@@ -141,7 +141,7 @@ def of_shards(sizes: Sizes) -> dict[str, Figure]:
     )
     trainer_saves = Row("memory_mib", f"{memory} in `Trainer.save_checkpoint`", "MiB")
     fsdp1_saves = (
-        Row("cpu_s_per_gib", "FSDP1, the same save: processor time per GiB", "s"),
+        Row("cpu_s_per_gib", "FSDP1, the same save: processor time per GiB", "s", True),
         Row("wall_s", "... wall time", "s"),
         Row("memory_mib", memory, "MiB", True),
     )
@@ -150,10 +150,20 @@ def of_shards(sizes: Sizes) -> dict[str, Figure]:
         Row("requests", f"The same, saved in the order of {sizes.kinds} kinds of tensors: requests", "", True),
         Row("wall_s", "... wall time", "s", True),
     )
-    restores = (
-        Row("wall_s", f"Restore of {size} a rank, {describe_link(sizes)}: wall time", "s", True),
-        Row("cpu_s", processors, "s"),
-        Row("memory_mib", memory, "MiB"),
+    restores, fsdp1_restores = (
+        (
+            Row("wall_s", f"{what}: wall time", "s", True),
+            Row("cpu_s", processors, "s"),
+            Row("memory_mib", memory, "MiB"),
+        )
+        for what in (f"FSDP2, restore of {size} a rank, {describe_link(sizes)}", "FSDP1, the same restore")
+    )
+    full = (
+        Row("save_wall_s", f"FSDP1, full save of {size} a rank to a local disk: wall time", "s"),
+        Row("save_memory_mib", "... extra memory of rank zero", "MiB"),
+        Row("save_least_memory_mib", "... and of the other", "MiB"),
+        Row("load_wall_s", "Restore of it: wall time", "s"),
+        Row("load_memory_mib", memory, "MiB"),
     )
     local = (
         Row("save_wall_s", f"Save of {size} a rank to a local disk: wall time", "s", True),
@@ -163,7 +173,7 @@ def of_shards(sizes: Sizes) -> dict[str, Figure]:
         Row("load_cpu_s", processors, "s"),
         Row("load_memory_mib", memory, "MiB"),
     )
-    fsdp2, fsdp1 = ({"strategy": name, "mib": sizes.mib} for name in ("fsdp2", "fsdp1"))
+    fsdp2, fsdp1, in_full = ({"strategy": name, "mib": sizes.mib} for name in ("fsdp2", "fsdp1", "fsdp1, full"))
     ordered = {"tensors": sizes.small_tensors, "kib": sizes.small_kib, "kinds": 1}
     mixed, near = {**ordered, "kinds": sizes.kinds}, {"latency_ms": float(sizes.latency_ms)}
     order, another = "small tensors in the order of the file", "small tensors in another order"
@@ -174,8 +184,12 @@ def of_shards(sizes: Sizes) -> dict[str, Figure]:
         "sharded_small": Figure("load_small", SAVED, ordered, SOMETIMES, in_order, order, False, near, "save_small"),
         "sharded_mixed": Figure("load_small", SAVED, mixed, TWICE, in_another, another, False, near, "save_small"),
         "sharded_load": Figure(
-            "load_shards", SAVED, fsdp2, SOMETIMES, restores, "restore", False, far(sizes), "save_shards"
+            "load_shards", SAVED, fsdp2, SOMETIMES, restores, "restore, FSDP2", False, far(sizes), "save_shards"
         ),
+        "sharded_fsdp1_load": Figure(
+            "load_shards", SAVED, fsdp1, TWICE, fsdp1_restores, "restore, FSDP1", False, far(sizes), "save_shards"
+        ),
+        "sharded_full": Figure("shards_on_disk", DISK, in_full, TWICE, full),
         "sharded_local": Figure("shards_on_disk", DISK, fsdp2, SOMETIMES, local),
     }
     return {name: replace(figure, ranks=RANKS) for name, figure in figures.items()}
@@ -186,11 +200,7 @@ def in_background(sizes: Sizes) -> dict[str, Figure]:
     state = amount(sizes.state_mib)
     file_stalls = stall_rows(f"State of {state} in one file", " (at most 1.5 is aimed at)", memory_is_drawn=True)
     fsdp2_stalls = stall_rows(f"FSDP2, {amount(sizes.mib)} a rank, sharded", " (at most 2 is aimed at)")
-    fsdp1_stalls = (
-        *stall_rows("FSDP1, the same", ""),
-        Row("collected_s", "... FSDP1's own `state_dict` and `optim_state_dict`", "s", is_compared=False),
-        Row("rest_ratio", "... stall without these / copy (at most 4 is aimed at)", ""),
-    )
+    fsdp1_stalls = stall_rows("FSDP1, the same", " (at most 1.5 is aimed at)")
     steps = (
         Row("without_ms", "A step of training in one thread, no save", "ms", is_compared=False),
         Row("during_ms", f"... while {state} are uploaded", "ms"),

@@ -70,14 +70,15 @@ class Meter:
         barrier()
 
     def measure(self, call: Callable[[], Any]) -> dict[str, float]:
-        """Returns the time of the slowest rank, the memory of the greatest, and the processor time of all."""
+        """Returns the time of the slowest rank, the processor time of all, and the most and the least memory of one."""
         if dist.is_initialized():
             trim()
         self.ready()
         with self.watcher.watching() as peak, Clock() as clock:
             call()
         wall, cpu, memory = zip(*of_ranks((clock.wall, clock.cpu, peak.extra)), strict=True)
-        return {"wall_s": max(wall), "cpu_s": sum(cpu), "memory_mib": max(memory) / MIB}
+        most, least = max(memory) / MIB, min(memory) / MIB
+        return {"wall_s": max(wall), "cpu_s": sum(cpu), "memory_mib": most, "least_memory_mib": least}
 
 
 def trim() -> None:

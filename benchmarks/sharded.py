@@ -13,6 +13,7 @@ import torch
 from files import QUIET
 from measuring import Clock, Meter, barrier, of_ranks, rank
 from states import RANKS, Layer, State, many_small, momentum, one_huge, shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning.fabric import Fabric, strategies
@@ -23,6 +24,7 @@ from lightning.pytorch import strategies as trainer_strategies
 TAKES_URLS = importlib.util.find_spec("lightning.fabric.storage") is not None
 #: Of one process in the background: what its stall takes varies.
 SAVES = 5
+FULL = "fsdp1, full"
 REST = {"steps": 1}
 
 
@@ -35,18 +37,25 @@ class TrainerCPUStrategy(trainer_strategies.FSDPStrategy):
 
 
 class Training:
-    """A model and its optimizer, sharded by Fabric (``"fsdp2"`` or ``"fsdp1"``), that can be saved and loaded."""
+    """A model and its optimizer, sharded by Fabric, that can be saved and loaded.
+
+    Args:
+        strategy: ``"fsdp2"``, ``"fsdp1"``, or ``"fsdp1, full"`` for checkpoints that are one file.
+        model: The model.
+        has_optimizer: Whether there is an optimizer.
+        plugins: The plugins of Fabric.
+    """
 
     def __init__(
         self, strategy: str, model: torch.nn.Module, has_optimizer: bool = True, plugins: list[Any] | None = None
     ) -> None:
-        how: Any = CPUStrategy(state_dict_type="sharded")
+        how: Any = CPUStrategy(state_dict_type="full" if strategy == FULL else "sharded")
         if strategy == "fsdp2":
             parallelize = lambda module, mesh: shard(module, "fsdp2", mesh)  # noqa: E731
             how = strategies.ModelParallelStrategy(parallelize, data_parallel_size=RANKS, tensor_parallel_size=1)
         self._fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=how, plugins=plugins)
         self._fabric.launch()
-        wrapped = self._fabric.setup_module(shard(model, "fsdp1") if strategy == "fsdp1" else model)
+        wrapped = self._fabric.setup_module(model if strategy == "fsdp2" else shard(model, "fsdp1"))
         optimizer = momentum(wrapped) if has_optimizer else None
         self._content = {"model": wrapped, **REST}
         if optimizer is not None:
@@ -134,7 +143,7 @@ def _load(meter: Meter, url: str, training: Training) -> dict[str, float]:
 
 
 def shards_on_disk(meter: Meter, url: str, strategy: str, mib: int) -> dict[str, float]:
-    """Saves a folder to a disk, and loads it, most likely from the system's cache of it."""
+    """Saves to a disk, and loads that, most likely from the system's cache of it."""
     Path(url).parent.mkdir(exist_ok=True)
     warm_up(url, strategy, load=True)
     training = Training(strategy, one_huge(mib))
@@ -206,8 +215,10 @@ def make_trainer(callback: Callback, plugins: list[Any] | None, **options: Any) 
 
 
 def collect(trainer: Trainer) -> dict[str, Any]:
-    """What the Trainer's strategy gives to whatever saves shards."""
+    """What the Trainer's strategy gives to whatever saves shards; of FSDP1, what it does in stock Lightning."""
     strategy = trainer.strategy
+    if isinstance(strategy.model, FullyShardedDataParallel):
+        return stock_shards.collect(strategy.model, trainer.optimizers[0])
     model, optimizer = strategy.lightning_module_state_dict(), strategy.optimizer_state(trainer.optimizers[0])
     return {"state_dict": model, "optimizer_0": optimizer}
 

@@ -11,19 +11,20 @@ import torch.distributed.checkpoint as dcp
 from measuring import rank
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 
 from lightning.fabric.plugins import TorchCheckpointIO
 
 OPTIONS = state_dict.StateDictOptions(cpu_offload=True)
+FSDP1_KINDS = ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
 
 
 def collect(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """What this rank has of a model's and an optimizer's state, in host memory."""
     if isinstance(module, FSDP1) and optimizer is not None:
-        kinds = ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
-        with FSDP1.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, *kinds):
+        with FSDP1.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, *FSDP1_KINDS):
             return {"model": module.state_dict(), "optimizer": FSDP1.optim_state_dict(module, optimizer)}
     state = {"model": state_dict.get_model_state_dict(module, options=OPTIONS)}
     if optimizer is not None:
@@ -39,7 +40,10 @@ def save(url: str, shards: dict[str, Any], rest: dict[str, Any]) -> None:
 
 
 def load(url: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Loads into a model and an optimizer, one after the other; not those of FSDP1."""
+    """Loads into a model and an optimizer, one after the other."""
+    if isinstance(module, FSDP1) and optimizer is not None:
+        _load_fsdp1(url, module, optimizer)
+        return
     model = {"model": state_dict.get_model_state_dict(module, options=OPTIONS)}
     dcp.load(model, storage_reader=FsspecReader(url))
     module.load_state_dict(model["model"])
@@ -52,3 +56,14 @@ def load(url: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer | N
 
 def _of_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return state_dict.get_optimizer_state_dict(module, optimizer, options=OPTIONS)
+
+
+def _load_fsdp1(url: str, module: FSDP1, optimizer: torch.optim.Optimizer) -> None:
+    with FSDP1.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, *FSDP1_KINDS):
+        model = {"model": module.state_dict()}
+        dcp.load(model, storage_reader=FsspecReader(url))
+        module.load_state_dict(model["model"])
+        saved = load_sharded_optimizer_state_dict(model["model"], "optimizer", FsspecReader(url))
+        flat = FSDP1.optim_state_dict_to_load(module, optimizer, saved["optimizer"])
+    optimizer.load_state_dict(flat)
+    TorchCheckpointIO().load_checkpoint(f"{url}/meta.pt")
