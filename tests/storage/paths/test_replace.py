@@ -4,6 +4,7 @@ import ctypes
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,28 @@ def test_shards_that_could_not_be_replaced_get_their_name_back(
     assert place.list_names() == [".metadata", "__0_0.distcp", "meta.pt"]
     assert read(place / "meta.pt") == b"old"
     assert names_beside(place) == ["x.ckpt", f"x.ckpt{SIDE}new"]
+
+
+def test_a_file_that_another_thread_saves_while_the_old_one_is_set_aside_takes_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = locate(f"tree://{tmp_path}/x.ckpt")
+    write(place, b"old")
+    other = threading.Thread(target=write, args=(place, b"other"))
+    rename = TreeFileSystem.mv
+    monkeypatch.setattr(TreeFileSystem, "refuses_overwriting", "loudly")
+
+    def mv(fs: TreeFileSystem, path: str, target: str, **options: Any) -> None:
+        rename(fs, path, target, **options)
+        if target.endswith(".old") and other.ident is None:
+            other.start()
+            other.join(timeout=0.5)  # long enough to come between, if it may
+
+    monkeypatch.setattr(TreeFileSystem, "mv", mv)
+    write(place, b"new")
+    other.join()
+    assert read(place) == b"other"
+    assert names_beside(place) == ["x.ckpt"]
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -5,6 +5,7 @@ import inspect
 import io
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,10 @@ log = logging.getLogger(__name__)
 
 #: adlfs uploads with the blocks of 4 MiB that the Azure client is set to, and a blob has at most 50,000 of them.
 _AZURE_PIPE_LIMIT = 45_000 * 4 * 2**20
+
+#: Held while a file takes the place of another. Where that takes two renames, what another thread puts there between
+#: them would be in the way, and be removed with the save that fails for it.
+_replacing = threading.Lock()
 
 
 def client_upload(fs: AbstractFileSystem, path: str, lean: bool, parts: multipart.Parts) -> UploadBackend:
@@ -82,7 +87,7 @@ class FileUpload(UploadBackend):
         found = self._fs.info(self._temporary)["size"]
         if found is not None and found != self._size:  # before it takes the place of a file that is whole
             raise OSError(f"{found} bytes arrived of {self._size} that were sent")
-        with room_for(self._fs, self._path):
+        with room_for(self._fs, self._path), _replacing:
             _replace(self._fs, self._temporary, self._path)
         self._name.__exit__(None, None, None)
 
