@@ -1,4 +1,4 @@
-"""S3 servers that `make test-stores` installs: rclone, JuiceFS's gateway (MinIO's code), s3rver; and nginx."""
+"""S3 servers that `make test-stores` installs: rclone, JuiceFS's gateway (MinIO's code), s3rver, nanio; and nginx."""
 
 import os
 import shutil
@@ -48,7 +48,7 @@ http {{
     }}
 }}
 """
-_PACKAGED = ("rclone", "juicefs")
+_PACKAGED = ("rclone", "juicefs", "nanio")
 
 
 def _program(name: str) -> Path:
@@ -119,13 +119,29 @@ def juicefs_server(folder: Path) -> AbstractContextManager[Server]:
 
 
 def s3rver_server(folder: Path) -> AbstractContextManager[Server]:
-    """Starts s3rver, which knows no other secret than its own: it is told not to check signatures."""
+    """Starts s3rver, which knows no other secret than its own: it is told not to check signatures.
+
+    It enciphers what a listing goes on from with DES, which Node has had no more by default since version 17: all
+    listings that do not end with the first page, as when a client asks for one name to see a folder, would be answered
+    with 500.
+    """
+    node = ["node", "--openssl-legacy-provider", str(S3RVER)]
     options = ["--address", "127.0.0.1", "--silent", "--no-vhost-buckets", "--allow-mismatched-signatures"]
     return _serving(
         folder,
-        lambda port: ["node", str(S3RVER), "--directory", str(folder / "data"), "--port", str(port), *options],
+        lambda port: [*node, "--directory", str(folder / "data"), "--port", str(port), *options],
         {},
         key="S3RVER",  # which is the only one that it knows
+    )
+
+
+def nanio_server(folder: Path) -> AbstractContextManager[Server]:
+    """Starts nanio, which keeps objects as files."""
+    options = ["--data-dir", str(folder / "data"), "--host", "127.0.0.1", "--no-access-log"]
+    return _serving(
+        folder,
+        lambda port: [str(_program("nanio")), "serve", "--port", str(port), *options],
+        {"NANIO_ACCESS_KEY": "test", "NANIO_SECRET_KEY": SECRET},
     )
 
 

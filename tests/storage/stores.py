@@ -196,6 +196,17 @@ class S3rverWithoutObstore(S3rver):
     pass
 
 
+@pytest.mark.stores
+class Nanio(S3Program):
+    start = programs.nanio_server
+    refused_names = ("a%20b",)  # of which it makes another signature
+
+
+@pytest.mark.usefixtures("without_obstore")
+class NanioWithoutObstore(Nanio):
+    pass
+
+
 class Gcs(OnStore):
     """An emulator without TLS, which obstore is never used for."""
 

@@ -1,9 +1,13 @@
 """The stores that keep the contract for sharded checkpoints."""
 
+import re
+
 import pytest
 
+from lightning.fabric.storage.archives.save import save_file
 from tests.storage import stores
-from tests.storage.sharded.sharded_contract import ShardedContract
+from tests.storage.places import Store
+from tests.storage.sharded.sharded_contract import Job, ShardedContract, saved
 
 
 class TestLocal(stores.Local, ShardedContract):
@@ -52,6 +56,22 @@ class TestS3rver(stores.S3rver, ShardedContract):
 
 
 class TestS3rverWithoutObstore(stores.S3rverWithoutObstore, ShardedContract):
+    pass
+
+
+class TestNanio(stores.Nanio, ShardedContract):
+    @pytest.mark.usefixtures("impatient")
+    def test_an_error_says_that_a_file_and_a_folder_cannot_have_one_name(self, store: Store) -> None:
+        store.outside.put("run/file.ckpt", b"a file")
+        saved(store.url, 1)
+        with pytest.raises(OSError, match=r"a file and a folder have one name.*save to another path, or remove"):
+            save_file({}, store.url)
+        for error in Job().save(f"{store.root}/run/file.ckpt", 2):
+            assert re.search("a file and a folder have one name", str(error))
+        assert Job().load(store.url) == 1
+
+
+class TestNanioWithoutObstore(stores.NanioWithoutObstore, ShardedContract):
     pass
 
 

@@ -77,6 +77,14 @@ class TestS3rverWithoutObstore(stores.S3rverWithoutObstore, StorageContract):
     pass
 
 
+class TestNanio(stores.Nanio, StorageContract):
+    pass
+
+
+class TestNanioWithoutObstore(stores.NanioWithoutObstore, StorageContract):
+    pass
+
+
 class TestGcs(stores.Gcs, StorageContract):
     pass
 

@@ -29,6 +29,7 @@ _KINDS = (
     ConnectionError,
 )
 _UNKNOWN_METHOD = 405
+_FAILED = 500
 
 
 @contextmanager
@@ -110,8 +111,20 @@ def _advice(verb: str, kind: type[OSError], place: Place, cause: BaseException) 
         return about_expiry(place.raw, place_of(place.resolve()[0]))
     if kind is PermissionError or lacks_credentials(cause):
         return about_refusal(place, verb, cause)
+    if verb == "write" and status_of(cause) == _FAILED and _has_name_in_the_way(place):
+        return (
+            " In this path a file and a folder have one name, which a store that keeps objects as files cannot do: save"
+            " to another path, or remove what is there."
+        )
     is_unanswered = kind is not FileNotFoundError and is_transient(cause) and status_of(cause) is None
     return about_endpoint(place.raw) if is_unanswered else ""
+
+
+def _has_name_in_the_way(place: Place) -> bool:
+    try:
+        return place.kind() == "directory" or place.parent.kind() == "file"
+    except Exception:  # is of no help to an error about something else
+        return False
 
 
 @contextmanager
