@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from lightning.fabric.loggers import growing_files
 from lightning.fabric.loggers import mirror as module
 from lightning.fabric.loggers.logs import LogFiles, has_entries, make_folder, next_version, path_or_url
 from lightning.fabric.loggers.mirror import Mirror
@@ -53,7 +54,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that stands still unless it is told."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(growing_files, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.storage.background.queue import Save, watching
+from lightning.fabric.storage.background.submissions import Save, watching
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 

@@ -16,7 +16,8 @@ import torch
 
 from lightning.fabric import Fabric
 from lightning.fabric.storage.background import pending
-from lightning.fabric.storage.background.queue import busy, watching
+from lightning.fabric.storage.background.queue import busy
+from lightning.fabric.storage.background.submissions import watching
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel

@@ -152,7 +152,7 @@ def test_tensorboard_reads_segments_of_a_run_that_goes_on(
 ) -> None:
     pytest.importorskip("tensorboard")
     pl = importlib.import_module(name)
-    module = importlib.import_module(f"{FABRIC[name]}.loggers.mirror")
+    module = importlib.import_module(f"{FABRIC[name]}.loggers.growing_files")
     monkeypatch.setattr(module, "_LARGEST_SEGMENT", 300)
     logger = pl.loggers.TensorBoardLogger(f"{store.root}/logs", name="", version=0)
     written = []

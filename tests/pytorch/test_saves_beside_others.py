@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from lightning.fabric import Fabric
-from lightning.fabric.storage.background.queue import busy, watching
+from lightning.fabric.storage.background.queue import busy
+from lightning.fabric.storage.background.submissions import watching
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO

@@ -35,7 +35,7 @@ from lightning.fabric.plugins import AsyncCheckpointIO
 from lightning.fabric.storage import save_report
 from lightning.fabric.storage.background.pending import drain
 from lightning.fabric.storage.paths import replace
-from lightning.fabric.storage.sharded import metadata_file
+from lightning.fabric.storage.sharded import commit
 from lightning.fabric.storage.transport import multipart, sink
 from lightning.fabric.storage.transport.backends import obstore_config
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
@@ -129,7 +129,7 @@ def run(job: Job, rank: int, listener: socket.socket, ids: Sequence[int]) -> dic
     )
     if "folders" in job:
         os.chdir(job["folders"][rank])
-        metadata_file.LAG_S = job["lag_s"]
+        commit.LAG_S = job["lag_s"]
     if job["task"] == "train":
         return train(job, rank, world)
     if job["task"] == "fit":

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning.fabric.storage.archives.load import load_without_tensors
 from lightning.fabric.storage.archives.save import save_file
+from lightning.fabric.storage.archives.without_tensors import load_without_tensors
 from lightning.fabric.storage.paths.location import locate
 from tests.servers import Bucket, Server
 from tests.strategies.full_states import checkpoint, trained

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning.fabric.storage.archives import checkpoint_file
 from lightning.fabric.storage.archives import load as load_module
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
@@ -76,8 +77,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a file of some megabytes is a large one."""
     monkeypatch.setattr(ranged_file, "REQUEST", 2**17)
     monkeypatch.setattr(ranged_file, "_SMALLEST_READ", 2**12)
-    monkeypatch.setattr(load_module, "_TAIL", 2**14)
-    monkeypatch.setattr(load_module, "_SMALL_FILE", 2**17)
+    monkeypatch.setattr(load_module, "TAIL", 2**14)
+    monkeypatch.setattr(load_module, "SMALL_FILE", 2**17)
 
 
 @pytest.fixture(params=["obstore", "s3fs"])
@@ -125,7 +126,7 @@ def test_what_is_expected_is_read_once_and_many_ranges_at_a_time(small_blocks: N
         file.seek(0)
         assert same(torch.load(file), STATE)
     assert 8 <= highest <= ranged_file.REQUESTS_IN_FLIGHT + 1  # one may be read at once
-    assert source.count < source.size + 3 * load_module._TAIL
+    assert source.count < source.size + 3 * load_module.TAIL
     assert len(source.ranges) < 40  # and not one for each of the records
 
 
@@ -301,7 +302,7 @@ def test_a_large_pickle_is_read_in_parallel_as_well(small_blocks: None) -> None:
         file.seek(0)
         assert len(torch.load(file, weights_only=False)["text"]) == 2_000_000
     assert max(stop - start for start, stop in source.ranges) <= ranged_file.REQUEST
-    assert source.count < source.size + 3 * load_module._TAIL
+    assert source.count < source.size + 3 * load_module.TAIL
 
 
 def test_a_read_that_fails_for_a_moment_is_tried_again(bucket: Bucket, engine: str, small_blocks: None) -> None:
@@ -336,7 +337,7 @@ def test_the_store_is_asked_for_nothing_that_a_read_does_not_need(bucket: Bucket
 
 def test_lazy_loading_reads_only_what_is_asked_for(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Bytes(serialized(STATE))
-    monkeypatch.setattr(load_module, "open_reader", lambda place: RangedFile(source))
+    monkeypatch.setattr(checkpoint_file, "open_reader", lambda place: RangedFile(source))
     lazy = _lazy_load("memory://x.ckpt")
     assert source.count < 2**17
     assert torch.equal(lazy["w4"]._load_tensor(), STATE["w4"])

@@ -14,8 +14,8 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.fabric.storage.background import pending
-from lightning.fabric.storage.background.queue import watching
 from lightning.fabric.storage.background.saver import saver_of
+from lightning.fabric.storage.background.submissions import watching
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.strategies.checkpoint_save import saving_full
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as TrainersAsyncCheckpointIO

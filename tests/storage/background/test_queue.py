@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from lightning.fabric.storage.background.pending import drain, news, settle, settle_up_to, will_exist
-from lightning.fabric.storage.background.queue import Queue, Save, busy, unconditionally, watching
+from lightning.fabric.storage.background.queue import Queue, busy
+from lightning.fabric.storage.background.submissions import Save, unconditionally, watching
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
@@ -269,7 +270,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from lightning.fabric.storage.background import pending
-from lightning.fabric.storage.background.queue import Queue, Save
+from lightning.fabric.storage.background.queue import Queue
+from lightning.fabric.storage.background.submissions import Save
 from lightning.fabric.storage.paths.location import locate
 queue = Queue(1, "raise")
 def save():

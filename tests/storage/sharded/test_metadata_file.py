@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from lightning.fabric.storage.collectives.errors import failures_of_ranks
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.place import LocalPlace, Place
-from lightning.fabric.storage.sharded import metadata_file
+from lightning.fabric.storage.sharded import commit, metadata_file
 from lightning.fabric.storage.sharded.checksums import FileRecords, Record, records_of
 from lightning.fabric.storage.sharded.metadata_unpickler import unpickle
 from lightning.fabric.storage.strategies import checkpoint_load, checkpoint_place, checkpoint_save
@@ -293,7 +293,7 @@ def test_where_a_file_was_the_checkpoint_is_in_its_place_without_meta_pt(
         raise OSError("no space is left")
 
     (tmp_path / "last.ckpt").write_bytes(b"a full state")
-    monkeypatch.setattr("lightning.fabric.storage.sharded.metadata_file.save_file", refuse)
+    monkeypatch.setattr("lightning.fabric.storage.sharded.commit.save_file", refuse)
     with pytest.raises(OSError, match=r"is saved, and loads here, but not with stock Lightning.*no space is left"):
         save(tmp_path / "last.ckpt", 1)
     assert load(tmp_path / "last.ckpt") == 1
@@ -303,8 +303,8 @@ def test_where_a_file_was_the_checkpoint_is_in_its_place_without_meta_pt(
 def test_what_a_network_file_system_shows_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[dict[str, int]] = [{}, {"a": 1}, {"a": 3}]
     monkeypatch.setattr(LocalPlace, "sizes_of_files", lambda folder: looks.pop(0))
-    monkeypatch.setattr(metadata_file, "_LOOK_S", 0.01)
-    metadata_file.await_files(locate(tmp_path), {"a": FileRecords.of([Record(0, 3, 0, 3, b"")])})
+    monkeypatch.setattr(commit, "_LOOK_S", 0.01)
+    commit.await_files(locate(tmp_path), {"a": FileRecords.of([Record(0, 3, 0, 3, b"")])})
     assert looks == []
 
 

@@ -12,7 +12,8 @@ import torch
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.background.pending import drain, will_exist
-from lightning.fabric.storage.background.queue import Queue, Save
+from lightning.fabric.storage.background.queue import Queue
+from lightning.fabric.storage.background.submissions import Save
 from lightning.fabric.storage.paths.layout import MARKS
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.remove import remove_names

@@ -19,7 +19,7 @@ from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.sharded import metadata_file
 from lightning.fabric.storage.sharded.checksums import records_of
 from lightning.fabric.storage.strategies import checkpoint_load, checkpoint_save
-from lightning.fabric.storage.tools import verify
+from lightning.fabric.storage.tools import file_checks, verify
 from lightning.fabric.utilities import verify_checkpoint
 from tests.servers import Bucket
 from tests.storage.shards import along, make
@@ -74,7 +74,7 @@ def size(*paths: Path) -> int:
 @pytest.fixture(params=["requests as usual", "many requests"])
 def requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "many requests":
-        monkeypatch.setattr(verify, "REQUEST", MIB)
+        monkeypatch.setattr(file_checks, "REQUEST", MIB)
 
 
 @pytest.mark.usefixtures("requests")

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lightning.fabric.storage.background import pending
-from lightning.fabric.storage.background.queue import without_skipping
 from lightning.fabric.storage.background.saver import saver_of, saves_here, states_of
+from lightning.fabric.storage.background.submissions import without_skipping
 from lightning.fabric.storage.collectives.errors import together_in
 from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.utilities.distributed import _distributed_is_initialized

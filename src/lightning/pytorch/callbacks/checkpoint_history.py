@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning.fabric.storage.background.queue import Save
+from lightning.fabric.storage.background.submissions import Save
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint

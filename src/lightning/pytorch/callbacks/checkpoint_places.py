@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning.fabric.storage.background.queue import unconditionally
 from lightning.fabric.storage.background.saver import saver_of
+from lightning.fabric.storage.background.submissions import unconditionally
 from lightning.fabric.storage.collectives.errors import from_rank_zero, together_in
 from lightning.fabric.storage.own_plugins import loads_from_path, saves_at_path
 from lightning.fabric.storage.paths.location import locate, text_of_folder

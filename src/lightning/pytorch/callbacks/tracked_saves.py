@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from weakref import proxy
 
 from lightning.fabric.storage.background import pending
-from lightning.fabric.storage.background.queue import unconditionally, watching, without_skipping
 from lightning.fabric.storage.background.saver import saver_of
+from lightning.fabric.storage.background.submissions import unconditionally, watching, without_skipping
 from lightning.fabric.storage.collectives.errors import together_in
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.redact import redact

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from lightning.fabric.storage.archives.load import load_file, load_without_tensors
+from lightning.fabric.storage.archives.load import load_file
+from lightning.fabric.storage.archives.without_tensors import load_without_tensors
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.redact import redact
 

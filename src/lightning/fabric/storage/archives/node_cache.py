@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from lightning.fabric.storage.archives.load import open_checkpoint
+from lightning.fabric.storage.archives.checkpoint_file import open_checkpoint
 from lightning.fabric.storage.collectives.errors import together_in, unseen_explained
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.place import Place

@@ -5,14 +5,13 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 from lightning.fabric.storage import save_report
+from lightning.fabric.storage.background.submissions import FollowUp, Save, submitted
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.paths.redact import redact
-from lightning.fabric.storage.save_report import SaveReport
 
 log = logging.getLogger(__name__)
 
@@ -23,87 +22,13 @@ OnError = Literal["raise", "warn"]
 busy: "set[Queue]" = set()
 
 
-class _OfThread(threading.local):
-    """Settings of a thread for what it submits, and the lists that collect that."""
-
-    lists: tuple[list["Save"], ...] = ()
-    removes_unconditionally = False
-    may_skip = True
-
-
-_of_thread = _OfThread()
-
 if hasattr(os, "register_at_fork"):  # not on Windows
     # the parent goes on with what is in flight: a child that waited for it, such as a data loader's, would never end
     os.register_at_fork(after_in_child=busy.clear)
 
 
-class Save:
-    """A save in the background.
-
-    Attributes:
-        place: The place to save to.
-        report: The report of its stages.
-        error: The reason why it failed, if it has.
-        skipped: Whether it was not begun, since as many saves were in flight as may be.
-        was_given_up: Whether nobody waits for it any more.
-        done: Whether it has come to its end, whatever that is.
-        number: The number of a save by all ranks, which is the same on all of them and grows; 0 for one by this rank.
-    """
-
-    verb = "saved"
-    is_conditional = False
-    leaves_something = True
-
-    def __init__(self, place: Place, number: int = 0) -> None:
-        self.place = place
-        self.number = number
-        self.report = SaveReport(place)
-        self.error: BaseException | None = None
-        self.skipped = False
-        self.was_given_up = False
-        self.done = False
-        self._callbacks: list[Callable[[Save], None]] = []
-
-    @property
-    def succeeded(self) -> bool:
-        """Returns whether the checkpoint is durable."""
-        return self.done and self.error is None and not self.skipped and not self.was_given_up
-
-    def when_settled(self, callback: "Callable[[Save], None]") -> None:
-        """Registers what the thread that settles calls after the end of this save."""
-        self._callbacks.append(callback)
-
-    def settle(self) -> None:
-        """Reports the end of this save to the listeners, and calls the callbacks."""
-        if self.succeeded:
-            save_report.finished(self.report)
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(self)
-
-
-class _FollowUp:
-    """A removal, or a copy of the save before it. It is dropped if that save fails.
-
-    Args:
-        place: The place where something is removed or made.
-        verb: Its name in messages, such as "removed".
-        leaves_something: Whether there is something at the place when it is done.
-    """
-
-    number = 0
-
-    def __init__(self, place: Place, verb: str, leaves_something: bool) -> None:
-        self.place = place
-        self.verb = verb
-        self.leaves_something = leaves_something
-        self.error: BaseException | None = None
-        self.is_conditional = not _of_thread.removes_unconditionally
-
-
 #: A job, the function that does it, and one that is called afterwards, or when the job is given up before it has begun.
-_Job = tuple[Save | _FollowUp, Callable[[], None], Callable[[], None]]
+_Job = tuple[Save | FollowUp, Callable[[], None], Callable[[], None]]
 
 
 def _do_nothing() -> None:
@@ -126,8 +51,8 @@ class Queue:
         self._on_error = on_error
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()  # the first is being done
-        self._doing: Save | _FollowUp | None = None  # also if it was given up
-        self._ended: deque[Save | _FollowUp] = deque()
+        self._doing: Save | FollowUp | None = None  # also if it was given up
+        self._ended: deque[Save | FollowUp] = deque()
         self._last_failed = False
         self._thread: threading.Thread | None = None
 
@@ -163,13 +88,13 @@ class Queue:
                 work()
 
         self._append(save, work_with_report, release)
-        _submitted(save)
+        submitted(save)
 
     def skip(self, save: Save) -> None:
         """Appends a save that is not to be done."""
         log.info(f"{save.place} is not saved, for an earlier save is still in flight")
         save.skipped = True
-        _submitted(save)
+        submitted(save)
         self._append(save, _do_nothing)
 
     def submit_removal(self, place: Place, work: Callable[[], None], is_partial: bool = False) -> None:
@@ -180,14 +105,14 @@ class Queue:
             work: Removes it.
             is_partial: Whether what was saved there stays.
         """
-        self._append(_FollowUp(place, "removed", is_partial), work)
+        self._append(FollowUp(place, "removed", is_partial), work)
 
     def submit_copy(self, place: Place, work: Callable[[], None]) -> None:
         """Appends a copy of the last save to ``place``, which is dropped if that save fails."""
-        self._append(_FollowUp(place, "copied", leaves_something=True), work)
+        self._append(FollowUp(place, "copied", leaves_something=True), work)
 
     def _append(
-        self, job: Save | _FollowUp, work: Callable[[], None], release: Callable[[], None] = _do_nothing
+        self, job: Save | FollowUp, work: Callable[[], None], release: Callable[[], None] = _do_nothing
     ) -> None:
         busy.add(self)
         with self._changed:
@@ -224,7 +149,7 @@ class Queue:
             del work, release  # and what they hold
             self._end(job)
 
-    def _end(self, job: Save | _FollowUp) -> None:
+    def _end(self, job: Save | FollowUp) -> None:
         with self._changed:
             self._doing = None
             if isinstance(job, Save):
@@ -315,41 +240,3 @@ class Queue:
                 self._last_failed = False
                 busy.discard(self)
         return errors
-
-
-def _submitted(save: Save) -> None:
-    for saves in _of_thread.lists:
-        saves.append(save)
-
-
-@contextmanager
-def _thread_with(name: str, value: Any) -> Iterator[None]:
-    before = getattr(_of_thread, name)
-    setattr(_of_thread, name, value)
-    try:
-        yield
-    finally:
-        setattr(_of_thread, name, before)
-
-
-@contextmanager
-def watching() -> Iterator[list[Save]]:
-    """Yields a list of the saves that this thread submits in the body."""
-    saves: list[Save] = []
-    with _thread_with("lists", (*_of_thread.lists, saves)):
-        yield saves
-
-
-def unconditionally() -> AbstractContextManager[None]:
-    """Makes removals that the body submits independent of the saves before them."""
-    return _thread_with("removes_unconditionally", True)
-
-
-def without_skipping() -> AbstractContextManager[None]:
-    """Makes saves of the body wait for room, also where the user has early ones skipped."""
-    return _thread_with("may_skip", False)
-
-
-def may_skip() -> bool:
-    """Returns whether a save of this thread may be skipped."""
-    return _of_thread.may_skip

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from lightning.fabric.storage.archives.tensor_bytes import is_plain
 from lightning.fabric.storage.background.host_memory import ALIGNMENT
-from lightning.fabric.storage.background.queue import OnError, Queue, Save, may_skip
+from lightning.fabric.storage.background.queue import OnError, Queue
 from lightning.fabric.storage.background.staging import Staging
+from lightning.fabric.storage.background.submissions import Save, may_skip
 from lightning.fabric.storage.collectives.channel import Channel
 from lightning.fabric.storage.collectives.errors import failures_of_ranks, from_rank_zero
 from lightning.fabric.storage.own_plugins import saves_shards

@@ -19,7 +19,7 @@ from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.paths.remove import remove_file, remove_if_empty
 from lightning.fabric.storage.paths.replace import remove_leftovers, replace_by_folder
 from lightning.fabric.storage.save_report import count_bytes, stage
-from lightning.fabric.storage.sharded import metadata_file
+from lightning.fabric.storage.sharded import commit, metadata_file
 from lightning.fabric.storage.sharded.checksums import FileRecords, Record
 from lightning.fabric.storage.sharded.global_plan import GlobalPlan
 from lightning.fabric.storage.sharded.record_writer import RecordWriter
@@ -145,7 +145,7 @@ class ShardWriter:
         self._reports = reports
         others = {name: file for report in reports[1:] for name, file in report.files.items()}
         if others:
-            metadata_file.await_files(self._folder, others)
+            commit.await_files(self._folder, others)
         count_bytes(sum(file.size for file in others.values()))
         return [None] * len(reports)
 
@@ -165,8 +165,8 @@ class ShardWriter:
         if folder is not self._place:
             replace_by_folder(folder, self._place)
         if meta is not None:  # last, for the checkpoint is in its place without it
-            metadata_file.write_stock_meta(self._place, meta)
-        metadata_file.clean_up(self._place, metadata)
+            commit.write_stock_meta(self._place, meta)
+        commit.clean_up(self._place, metadata)
         remove_leftovers(self._place)
         return [None] * len(names)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning.fabric.storage.archives.load import not_found
+from lightning.fabric.storage.archives.checkpoint_file import not_found
 from lightning.fabric.storage.background.pending import drain
 from lightning.fabric.storage.collectives.errors import from_rank_zero, together
 from lightning.fabric.storage.paths.location import AnyPath, locate

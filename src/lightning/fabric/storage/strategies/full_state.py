@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning.fabric.storage.archives.load import load_file, load_without_tensors, weights_only_of
+from lightning.fabric.storage.archives.load import load_file, weights_only_of
+from lightning.fabric.storage.archives.without_tensors import load_without_tensors
 from lightning.fabric.storage.collectives.errors import together, unseen_explained
 from lightning.fabric.storage.paths.location import AnyPath, locate
 from lightning.fabric.storage.strategies import load_targets, optimizer_state

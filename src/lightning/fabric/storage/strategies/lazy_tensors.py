@@ -13,7 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
-from lightning.fabric.storage.archives.load import OpenedFile
+from lightning.fabric.storage.archives.without_tensors import OpenedFile
 from lightning.fabric.storage.collectives.errors import failures_of_ranks
 from lightning.fabric.storage.sharded.checksums import Record
 from lightning.fabric.storage.sharded.describable import is_distributed

@@ -6,7 +6,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from lightning.fabric.storage.archives.load import ARCHIVE
+from lightning.fabric.storage.archives.archive_reader import ARCHIVE
 from lightning.fabric.storage.paths.layout import METADATA, SHARD_FOLDER_PART, is_shard_folder
 from lightning.fabric.storage.paths.location import AnyPath, locate
 from lightning.fabric.storage.paths.place import LocalPlace, Place
