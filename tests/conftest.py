@@ -1,3 +1,4 @@
+import gc
 import io
 import os
 import signal
@@ -22,6 +23,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest.register_assert_rewrite(
     "tests.storage.contract", "tests.storage.sharded.sharded_contract", "tests.storage.states", "tests.storage.stores"
 )
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the collector away from modules and tests, which stay: to look through them takes most of its time.
+
+    So it does when forked processes end, such as workers of data loaders, which copied all that memory for it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
