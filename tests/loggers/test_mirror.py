@@ -240,22 +240,27 @@ def test_what_could_not_be_copied_by_a_drain_is_tried_again_by_a_thread(bucket: 
     assert bucket.get("run/metrics.csv") == b"1"
 
 
-@pytest.mark.parametrize(("last", "is_used"), [("flush", True), ("drain", True), ("drain", False)])
-def test_the_end_of_the_interpreter_copies_the_rest(bucket: Bucket, last: str, is_used: bool) -> None:
+def test_the_end_of_the_interpreter_copies_the_rest(bucket: Bucket) -> None:
     script = f"""
 from lightning.fabric.loggers.mirror import Mirror
 from lightning.fabric.storage.paths.location import locate
-mirror = Mirror(locate("{bucket.url}/run"))
-(mirror.folder / "a").write_text("1")
-mirror.{last}()
-(mirror.folder / "a").write_text("12")
-print(mirror.folder)
-if not {is_used}:
+used = []
+for last, is_used in [("flush", True), ("drain", True), ("drain", False)]:
+    mirror = Mirror(locate(f"{bucket.url}/{{last}}-{{is_used}}"))
+    (mirror.folder / "a").write_text("1")
+    getattr(mirror, last)()
+    (mirror.folder / "a").write_text("12")
+    print(mirror.folder)
+    if is_used:
+        used.append(mirror)
     del mirror
 """
-    folder = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.strip()
-    assert bucket.get("run/a") == b"12"
-    assert not Path(folder).exists()
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    for run in ("flush-True", "drain-True", "drain-False"):
+        assert bucket.get(f"{run}/a") == b"12"
+    folders = done.stdout.split()
+    assert len(folders) == 3
+    assert not any(Path(folder).exists() for folder in folders)
 
 
 def test_a_handler_of_a_signal_that_comes_amidst_copying_does_not_wait_for_itself(

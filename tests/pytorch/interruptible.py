@@ -28,6 +28,7 @@ from lightning.fabric.storage.background.queue import Queue
 from lightning.fabric.storage.sharded.writer import ShardWriter
 from lightning.fabric.utilities.cloud_io import _is_object_storage
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from tests.pytorch.background_runs import PATIENCE_S, HeldIO, Model, Pace, make_trainer, wait_for
@@ -213,6 +214,27 @@ def failing(job: Job) -> None:
     except Exception as error:
         told = {"error": f"{type(error).__name__}: {error}", "shown": "".join(traceback.format_exception(error))}
         (folder / f"rank-{number}.json").write_text(json.dumps(told))
+
+
+def logged_at_nowhere(job: Job) -> None:
+    """Trains with logs, and checkpoints, in a bucket that is missing: at the root of the run, or as loggers have it."""
+    url = "s3://no-such-bucket/run"
+    loggers: dict[str, Any] = {"logger": [CSVLogger(url), TensorBoardLogger(url)]}
+    io, callbacks = TorchCheckpointIO(), [] if job["kind"] == "root" else [ModelCheckpoint(url)]
+    given = {"root": url, "logger": None} if job["kind"] == "root" else {"root": job["folder"], **loggers}
+    make_trainer(io, given.pop("root"), *callbacks, **given).fit(Model([2.0, 1.0]))
+
+
+def saved_at_nowhere(job: Job) -> None:
+    """Trains as one of two processes which cannot save, and tells the steps that were done."""
+    steps: list[int] = []
+    checkpoint = ModelCheckpoint("s3://no-such-bucket/run")
+    folder = Path(job["folder"])
+    trainer = make_trainer(TorchCheckpointIO(), folder, checkpoint, **_joined(folder, job["rank"]))
+    try:
+        trainer.fit(Model([2.0, 1.0], steps.append))
+    except FileNotFoundError as error:
+        print(f"steps: {len(steps)}, error: {error}")
 
 
 def _serve() -> None:

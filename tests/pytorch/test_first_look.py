@@ -1,11 +1,10 @@
 """A run that could not save its checkpoints stops before its first step, after one request."""
 
-import os
 import re
 import socket
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning.fabric.storage.tools import preflight
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from tests.pytorch.interruptible import Processes, running
 from tests.servers import Bucket, Refusal
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "logger": False}
@@ -192,59 +192,38 @@ def test_other_stages_do_not_look(bucket: Bucket) -> None:
     assert bucket.server.proxy.requests[before:] == []
 
 
-LOGGED = """
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from tests.pytorch.test_first_look import Model, ModelCheckpoint, QUIET, Trainer
-url = "s3://no-such-bucket/run"
-loggers = {"logger": [CSVLogger(url), TensorBoardLogger(url)], "callbacks": [ModelCheckpoint(url)]}
-given = {"default_root_dir": url, "logger": None} if KIND == "root" else loggers
-Trainer(**{**QUIET, "max_epochs": 1, "devices": 1, **given}).fit(Model())
-"""
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with running() as started:
+        yield started
 
 
 @in_a_process
 @pytest.mark.parametrize("kind", ["root", "loggers"])
-def test_a_bucket_that_is_missing_is_told_of_once(kind: str, bucket: Bucket, request: pytest.FixtureRequest) -> None:
-    script = LOGGED.replace("KIND", repr(kind))
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=request.config.rootpath, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1
-    assert done.stderr.count("There is no bucket 'no-such-bucket'") == 1, done.stderr
-    assert "FileNotFoundError: Checkpoints cannot be saved to s3://no-such-bucket/run" in done.stderr
-    assert "Logs are still not up to date in s3://no-such-bucket/run" in done.stderr
-
-
-RANK = """
-import torch
-from tests.pytorch.test_first_look import Model, ModelCheckpoint, QUIET, Trainer
-torch.distributed.init_process_group("gloo", init_method="file://STORE", rank=NUMBER, world_size=2)
-model = Model()
-checkpoint = ModelCheckpoint("s3://no-such-bucket/run")
-trainer = Trainer(max_epochs=1, devices=2, strategy="ddp", callbacks=[checkpoint], **QUIET)
-try:
-    trainer.fit(model)
-except FileNotFoundError as error:
-    print(model.steps, error)
-"""
+def test_a_bucket_that_is_missing_is_told_of_once(
+    kind: str, bucket: Bucket, processes: Processes, tmp_path: Path
+) -> None:
+    job = {"kind": kind, "environment": bucket.server.environment}
+    assert processes.wait(processes.start("logged_at_nowhere", tmp_path, **job)) == 1
+    said = (tmp_path / "output.txt").read_text()
+    assert said.count("There is no bucket 'no-such-bucket'") == 1, said
+    assert "FileNotFoundError: Checkpoints cannot be saved to s3://no-such-bucket/run" in said
+    assert "Logs are still not up to date in s3://no-such-bucket/run" in said
 
 
 @in_a_process
-def test_all_ranks_stop_and_one_has_looked(bucket: Bucket, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_all_ranks_stop_and_one_has_looked(bucket: Bucket, processes: Processes, tmp_path: Path) -> None:
     before = len(bucket.server.proxy.requests)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK.replace("STORE", str(tmp_path / "store")).replace("NUMBER", str(rank))],
-            cwd=request.config.rootpath, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "WORLD_SIZE": "2", "NODE_RANK": "0", "LOCAL_RANK": str(rank)},
+    launched = {**bucket.server.environment, "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    pids = [
+        processes.start(
+            "saved_at_nowhere", tmp_path, output=f"output-{rank}.txt", rank=rank,
+            environment={**launched, "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
     ]  # fmt: skip
-    try:
-        output = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for said in output:
-        assert re.search(r"^0 .*There is no bucket 'no-such-bucket'", said, re.MULTILINE), said
+    assert [processes.wait(pid) for pid in pids] == [0, 0]
+    for rank in range(2):
+        said = (tmp_path / f"output-{rank}.txt").read_text()
+        assert re.search(r"^steps: 0, error: .*There is no bucket 'no-such-bucket'", said, re.MULTILINE), said
     assert len(bucket.server.proxy.requests) == before + 1

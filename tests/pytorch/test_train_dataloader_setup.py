@@ -25,7 +25,7 @@ def reported_seconds(report: str, action: str) -> float:
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-@pytest.mark.parametrize("kind", ["SimpleProfiler", "AdvancedProfiler"])
+@pytest.mark.parametrize("kind", ["SimpleProfiler", pytest.param("AdvancedProfiler", marks=pytest.mark.slow)])
 def test_the_report_shows_the_start_of_the_train_workers_in_its_own_row(name: str, kind: str, tmp_path: Path) -> None:
     pl = package(name)
     profiler = getattr(pl.profilers, kind)(dirpath=tmp_path, filename="report")
