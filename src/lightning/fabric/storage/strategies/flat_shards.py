@@ -1,0 +1,348 @@
+"""The states of modules and optimizers of FSDP's first version, described from its flat parameters in place.
+
+FSDP's own functions gather every parameter and copy it. What they know is in private attributes of each FSDP module:
+which flat range this rank has of each parameter, and where it is. Only this module reads them. It checks that they
+describe a model completely, on all ranks; where they do not, FSDP's own functions are for all ranks to call.
+"""
+
+import dataclasses
+import hashlib
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning.fabric.storage.collectives.errors import is_rank_zero
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+log = logging.getLogger(__name__)
+
+#: The attributes in which wrappers keep a module, and which FSDP leaves out of names.
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatPart:
+    """This rank's part of one parameter of a module.
+
+    Attributes:
+        name: The parameter's name in checkpoints.
+        parameter: The parameter that an optimizer has: this one, or the flat one that it is a part of.
+        owners: The modules that have the parameter, each with its name there.
+        shape: The shape of the whole parameter.
+        dims: The dimensions from that with the largest stride to that with the smallest.
+        range: The flat range of the parameter that this rank has, from its first value to the one after the last.
+        offset: The number of the range's first value among the values of ``parameter`` that this rank has.
+        held: The number of these values.
+        is_replicated: Whether every rank has the whole parameter, which its strategy does not shard.
+        local: The values, on the memory of the flat parameter.
+    """
+
+    name: str
+    parameter: Tensor
+    owners: list[tuple[nn.Module, str]]
+    shape: torch.Size
+    dims: tuple[int, ...]
+    range: tuple[int, int]
+    offset: int
+    held: int
+    is_replicated: bool
+    local: Tensor
+
+    def value(self) -> Tensor:
+        """Returns the parameter in place: its shard, or the whole of it where it is replicated."""
+        return self._part(self.local)
+
+    def state(self, value: Tensor) -> Tensor:
+        """Returns this parameter's part of a state that an optimizer has of ``parameter``, in place.
+
+        Args:
+            value: A tensor with a value for each that this rank has of ``parameter``. The planner refuses any other.
+        """
+        if self.is_replicated and value.shape == self.shape:
+            return value
+        flat = value.reshape(-1)
+        return self._part(flat.narrow(0, self.offset, len(self.local)) if len(flat) == self.held else flat)
+
+    def _part(self, local: Tensor) -> Tensor:
+        from lightning.fabric.storage.sharded.flat_shard import FlatShard
+
+        if not self.is_replicated:
+            return FlatShard(local, *self.range, self.shape, self.dims)
+        whole = local.view([self.shape[dim] for dim in self.dims])
+        return whole.permute([self.dims.index(dim) for dim in range(len(self.shape))])
+
+
+class _Undescribed(Exception):
+    """A reason why the flat parameters do not describe a module."""
+
+
+def parts_of(module: nn.Module) -> list[FlatPart] | None:
+    """Returns this rank's parts of all parameters that FSDP shards in a module, without copying any.
+
+    A collective call when it is the first for the module, or if what it found has changed: all ranks together check
+    that they have every value once. If they do not, there is one line in the log.
+
+    Returns:
+        The parts, or None on all ranks if a state can be had from FSDP alone.
+    """
+    parts: list[FlatPart] = []
+    reason = None
+    try:
+        parts = list(_parts_of(module))
+        _refuse_hooks(module)
+    except (_Undescribed, AttributeError, TypeError, ValueError) as error:
+        reason = str(error)
+    own = reason, _digest(parts), np.array([part.range for part in parts], np.int64).reshape(-1, 2)
+    fingerprint = repr((reason, own[1])), own[2].tobytes()
+    if module not in _agreed or _agreed[module][0] != fingerprint:
+        agreed = _agree(lambda: own if reason else (_reason_to_need_whole(module, parts), *own[1:]), parts)
+        _agreed[module] = fingerprint, agreed
+        if agreed is not None and is_rank_zero():
+            log.info(f"FSDP gathers and copies the state of {type(module).__name__} for sharded checkpoints: {agreed}")
+    return parts if _agreed[module][1] is None else None
+
+
+#: What the ranks found of a module, and why FSDP alone has its state, if they agreed on that.
+_agreed: WeakKeyDictionary[nn.Module, tuple[tuple[str, bytes], str | None]] = WeakKeyDictionary()
+_Own = tuple[str | None, str, NDArray[np.int64]]
+
+
+def _parts_of(module: nn.Module) -> Iterator[FlatPart]:
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    for path, unit in module.named_modules():
+        if not isinstance(unit, FSDP):
+            continue
+        if type(unit) is not FSDP:
+            raise _Undescribed(f"{type(unit).__name__} is a class of its own")
+        if unit._handle is not None:
+            yield from _parts_of_unit(f"{path}." if path else "", unit)
+
+
+def _parts_of_unit(prefix: str, unit: "FullyShardedDataParallel") -> Iterator[FlatPart]:
+    handle: Any = unit._handle
+    flat = handle.flat_param
+    if handle._training_state.name != "IDLE":
+        raise _Undescribed("its parameters are gathered at the moment")
+    if handle._use_orig_params and not handle._skip_writeback_check and not handle._skipped_use_sharded_views:
+        handle._writeback_orig_params()  # parameters that have been given other memory
+    shard = getattr(flat, "_local_shard", flat).detach()  # the flat parameter is the shard until its first use
+    others: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
+    for tied in flat._shared_param_infos:
+        others.setdefault((tied.prim_module, tied.prim_param_name), []).append((tied.module, tied.param_name))
+    columns = flat._fqns, flat._shapes, flat._strides, flat._contiguities, flat._param_infos, flat._shard_param_infos
+    for at, (fqn, shape, strides, is_row_major, owner, info) in enumerate(zip(*columns, strict=True)):
+        if flat._param_extensions[at] is not None:
+            raise _Undescribed(f"{fqn!r} is sharded in another way, too")
+        size = info.numel_in_shard if info.in_shard and math.prod(shape) else 0
+        start = info.intra_param_start_idx if size else 0
+        own = (owner.module, owner.param_name)
+        yield FlatPart(
+            name=clean_name(prefix + fqn),
+            parameter=flat._params[at] if flat._params is not None else flat,
+            owners=[own, *others.get(own, ())],
+            shape=torch.Size(shape),
+            dims=tuple(range(len(shape))) if is_row_major else _dims_of(shape, strides),
+            range=(start, start + size),
+            offset=info.offset_in_shard if size and flat._params is None else 0,
+            held=size if flat._params is not None else len(shard),
+            is_replicated=not handle.uses_sharded_strategy,
+            local=shard.narrow(0, info.offset_in_shard if size else 0, size),
+        )
+
+
+def _dims_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Returns the dimensions of a tensor without gaps in memory, from the largest stride to the smallest."""
+    dims = sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1))
+    values = 1
+    for dim in reversed(dims):
+        if shape[dim] != 1 and strides[dim] != values:
+            raise _Undescribed(f"a parameter of shape {tuple(shape)} has gaps in memory")
+        values *= shape[dim]
+    return tuple(dims)
+
+
+def clean_name(name: str) -> str:
+    """Returns the name that FSDP gives a parameter or buffer: without what wrappers, but for torch.compile, add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    for path, part in module.named_modules():
+        for hook in chain(part._state_dict_pre_hooks.values(), part._state_dict_hooks.values()):
+            if not hook.__module__.startswith("torch.distributed."):
+                name = getattr(hook, "__qualname__", hook)
+                raise _Undescribed(f"{clean_name(path) or 'it'} has a state-dict hook that may need it, {name}")
+
+
+def _reason_to_need_whole(module: nn.Module, parts: list[FlatPart]) -> str | None:
+    """Returns why a module cannot make its state of shards, if its own methods for that use them as whole tensors."""
+    try:
+        _state_of(module, parts)
+    except Exception as error:  # raised once more, if it is an error, when FSDP makes the state
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _digest(parts: list[FlatPart]) -> str:
+    described = [(part.name, tuple(part.shape), part.dims, str(part.local.dtype)) for part in parts]
+    return hashlib.blake2b(repr(described).encode(), digest_size=16).hexdigest()
+
+
+def _agree(mine: Any, parts: list[FlatPart]) -> str | None:
+    from torch.distributed.checkpoint import CheckpointException
+
+    from lightning.fabric.storage.collectives.rank_group import RankGroup
+
+    group = RankGroup()
+    try:
+        reason: str | None = group.gather_scatter("describe", mine, lambda ranks: [_compare(ranks, parts)] * len(ranks))
+    except CheckpointException as error:
+        if group.error is not None and not isinstance(group.error, Exception):
+            raise group.error from None
+        raise RuntimeError(f"Could not describe the shards of FSDP: {error}") from error
+    return reason
+
+
+def _compare(ranks: list[_Own], parts: list[FlatPart]) -> str | None:
+    """Returns a reason why the parts of all ranks do not make up the parameters, if there is one."""
+    for rank, (reason, digest, _) in enumerate(ranks):
+        if reason is not None:
+            return reason
+        if digest != ranks[0][1]:
+            return f"rank {rank} has other parameters than rank 0"
+    by_part = np.stack([ranges for _, _, ranges in ranks], axis=1)
+    for part, ranges in zip(parts, by_part, strict=True):
+        have = np.unique(ranges[ranges[:, 0] < ranges[:, 1]], axis=0)  # replicas have the same
+        bounds = [0, *have[:, 1].tolist()]
+        if [*have[:, 0].tolist(), math.prod(part.shape)] != bounds:
+            return f"the ranks do not have each value of {part.name!r} once"
+    return None
+
+
+def module_state(module: nn.Module) -> dict[str, Any] | None:
+    """Returns a module's state by the names that ``FSDP.state_dict`` gives, with shards in place.
+
+    A collective call as :func:`parts_of`, for which None is returned likewise.
+    """
+    parts = parts_of(module)
+    return None if parts is None else _state_of(module, parts)
+
+
+def _state_of(module: nn.Module, parts: list[FlatPart]) -> dict[str, Any]:
+    with _shards_in_place(module, parts), _without_gathering(module):
+        return module.state_dict()
+
+
+@contextmanager
+def _shards_in_place(module: nn.Module, parts: list[FlatPart]) -> Iterator[None]:
+    """Makes the shards the parameters of the modules that own them, for what these do to make a state."""
+    flat = {id(part._handle.flat_param) for part in module.modules() if getattr(part, "_handle", None) is not None}
+    before = [(part._parameters, dict(part._parameters)) for part in module.modules()]
+    try:
+        for parameters, had in before:
+            for name in [name for name, parameter in had.items() if id(parameter) in flat]:
+                del parameters[name]
+        for part in parts:
+            value = part.value()
+            for owner, name in part.owners:
+                owner._parameters[name] = value  # type: ignore[assignment]
+        yield
+    finally:
+        for parameters, had in before:
+            parameters.clear()
+            parameters.update(had)
+
+
+@contextmanager
+def _without_gathering(module: nn.Module) -> Iterator[None]:
+    """Puts others in the place of the functions that FSDP has called before and after a state is made."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import _state_dict_utils as functions
+
+    units = [(unit, unit._state_dict_pre_hooks, unit._state_dict_hooks) for unit in FSDP.fsdp_modules(module)]
+    try:
+        for unit, before, after in units:
+            unit._state_dict_pre_hooks = type(before)(
+                (key, hook) for key, hook in before.items() if hook is not functions._pre_state_dict_hook
+            )
+            unit._state_dict_hooks = type(after)(
+                (key, _after_state_dict if hook is functions._post_state_dict_hook else hook)
+                for key, hook in after.items()
+            )
+        yield
+    finally:
+        for unit, before, after in units:
+            unit._state_dict_pre_hooks, unit._state_dict_hooks = before, after
+
+
+def _after_state_dict(unit: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Gives the entries of an FSDP module their names without it, and buffers the type that they were wrapped with."""
+    wrapped = f"{prefix}{_WRAPPERS[0]}."
+    for name in [name for name in state if name.startswith(wrapped)]:
+        state[prefix + name.removeprefix(wrapped)] = state.pop(name)
+    if unit.mixed_precision.buffer_dtype is not None:
+        for name in unit._buffer_names - unit._ignored_buffer_names:
+            if prefix + name in state:
+                state[prefix + name] = state[prefix + name].to(unit._buffer_name_to_orig_dtype[name])
+
+
+def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
+    """Returns an optimizer's state by the names that ``FSDP.optim_state_dict`` gives, with shards in place.
+
+    Each rank has the states of those parameters of which it has values. A collective call as :func:`parts_of`, for
+    which None is returned likewise.
+
+    Raises:
+        ValueError: The optimizer has a parameter that the module has not.
+    """
+    parts = parts_of(module)
+    if parts is None:
+        return None
+    of: dict[int, list[FlatPart]] = {}
+    for part in parts:
+        of.setdefault(id(part.parameter), []).append(part)
+    others = {id(parameter): clean_name(name) for name, parameter in module.named_parameters()}
+    packed = optimizer.state_dict()
+    states, groups = dict(packed["state"]), []
+    found: dict[str, Any] = {}
+    for group, own in zip(packed["param_groups"], optimizer.param_groups, strict=True):
+        names: list[str] = []
+        for key, parameter in zip(group["params"], own["params"], strict=True):
+            if id(parameter) not in of and id(parameter) not in others:
+                raise ValueError(
+                    "The optimizer has a parameter that is not one of the model, so that it cannot be saved"
+                )
+            state = states.pop(key, None)
+            names += [part.name for part in of[id(parameter)]] if id(parameter) in of else [others[id(parameter)]]
+            if state is not None:
+                found.update(_states_by_name(state, of.get(id(parameter)), names[-1]))
+        groups.append({**group, "params": names})
+    return {"state": {**found, **states}, "param_groups": groups}
+
+
+def _states_by_name(state: dict[str, Any], parts: list[FlatPart] | None, name: str) -> Iterator[tuple[str, Any]]:
+    """Yields the states of the parameters that one parameter of an optimizer is, each with the name."""
+    if parts is None:
+        yield name, dict(state)
+    for part in parts or ():
+        if len(part.local) or not part.shape.numel():
+            yield (
+                part.name,
+                {
+                    key: part.state(value) if isinstance(value, Tensor) and value.dim() else value
+                    for key, value in state.items()
+                },
+            )
