@@ -70,9 +70,9 @@ def _in_row(shape: Sequence[int], at: int, start: int, stop: int) -> Iterator[Bo
 class FlatShard(Tensor):
     """A rank's flat range of a tensor, in place.
 
-    It has the shape, type and device of the whole tensor, and takes part in the plans of torch.distributed.checkpoint as
-    torch's own distributed tensors do. Copies, also of another type or to another device, are made of the part; any
-    other use is an error.
+    It has the shape, type and device of the whole tensor, and is planned by torch.distributed.checkpoint as torch's own
+    distributed tensors are. Copies, also of another type or to another device, are made of the part; any other use is
+    an error.
 
     Args:
         local: The values of the range, in one dimension.
@@ -164,7 +164,9 @@ class FlatShard(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # which is declared as a function
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Copies, or refuses what takes whole tensors."""
         if func._schema.name not in _POINTWISE:
             shards = (one for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
@@ -175,14 +177,15 @@ class FlatShard(Tensor):
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return memo.setdefault(id(self), self.clone())
+        copied: Self = memo.setdefault(id(self), self.clone())
+        return copied
 
     @override
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse("pickle", self)
 
     @override
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # which takes contents to show
         start, stop = self._range
         return f"FlatShard({start}:{stop} of {tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
 

@@ -5,8 +5,6 @@ which flat range this rank has of each parameter, and where it is. Only this mod
 describe a model completely, on all ranks; where they do not, FSDP's own functions are for all ranks to call.
 """
 
-import dataclasses
-import hashlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -15,13 +13,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning.fabric.storage.collectives.errors import is_rank_zero
+from lightning.fabric.storage.strategies.flat_parts import Description, FlatPart, agree
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -30,58 +27,6 @@ log = logging.getLogger(__name__)
 
 #: The attributes in which wrappers keep a module, and which FSDP leaves out of names.
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-
-@dataclasses.dataclass(frozen=True)
-class FlatPart:
-    """This rank's part of one parameter of a module.
-
-    Attributes:
-        name: The parameter's name in checkpoints.
-        parameter: The parameter that an optimizer has: this one, or the flat one that it is a part of.
-        owners: The modules that have the parameter, each with its name there.
-        shape: The shape of the whole parameter.
-        dims: The dimensions from that with the largest stride to that with the smallest.
-        range: The flat range of the parameter that this rank has, from its first value to the one after the last.
-        offset: The number of the range's first value among the values of ``parameter`` that this rank has.
-        held: The number of these values.
-        is_replicated: Whether every rank has the whole parameter, which its strategy does not shard.
-        local: The values, on the memory of the flat parameter.
-    """
-
-    name: str
-    parameter: Tensor
-    owners: list[tuple[nn.Module, str]]
-    shape: torch.Size
-    dims: tuple[int, ...]
-    range: tuple[int, int]
-    offset: int
-    held: int
-    is_replicated: bool
-    local: Tensor
-
-    def value(self) -> Tensor:
-        """Returns the parameter in place: its shard, or the whole of it where it is replicated."""
-        return self._part(self.local)
-
-    def state(self, value: Tensor) -> Tensor:
-        """Returns this parameter's part of a state that an optimizer has of ``parameter``, in place.
-
-        Args:
-            value: A tensor with a value for each that this rank has of ``parameter``. The planner refuses any other.
-        """
-        if self.is_replicated and value.shape == self.shape:
-            return value
-        flat = value.reshape(-1)
-        return self._part(flat.narrow(0, self.offset, len(self.local)) if len(flat) == self.held else flat)
-
-    def _part(self, local: Tensor) -> Tensor:
-        from lightning.fabric.storage.sharded.flat_shard import FlatShard
-
-        if not self.is_replicated:
-            return FlatShard(local, *self.range, self.shape, self.dims)
-        whole = local.view([self.shape[dim] for dim in self.dims])
-        return whole.permute([self.dims.index(dim) for dim in range(len(self.shape))])
 
 
 class _Undescribed(Exception):
@@ -104,19 +49,23 @@ def parts_of(module: nn.Module) -> list[FlatPart] | None:
         _refuse_hooks(module)
     except (_Undescribed, AttributeError, TypeError, ValueError) as error:
         reason = str(error)
-    own = reason, _digest(parts), np.array([part.range for part in parts], np.int64).reshape(-1, 2)
-    fingerprint = repr((reason, own[1])), own[2].tobytes()
-    if module not in _agreed or _agreed[module][0] != fingerprint:
-        agreed = _agree(lambda: own if reason else (_reason_to_need_whole(module, parts), *own[1:]), parts)
-        _agreed[module] = fingerprint, agreed
+    own = Description.of(parts, reason)
+    if module not in _agreed or _agreed[module][0] != own:
+        agreed = agree(lambda: own if reason else Description.of(parts, _reason_to_need_whole(module, parts)), parts)
+        _agreed[module] = own, agreed
         if agreed is not None and is_rank_zero():
             log.info(f"FSDP gathers and copies the state of {type(module).__name__} for sharded checkpoints: {agreed}")
     return parts if _agreed[module][1] is None else None
 
 
 #: What the ranks found of a module, and why FSDP alone has its state, if they agreed on that.
-_agreed: WeakKeyDictionary[nn.Module, tuple[tuple[str, bytes], str | None]] = WeakKeyDictionary()
-_Own = tuple[str | None, str, NDArray[np.int64]]
+_agreed: WeakKeyDictionary[nn.Module, tuple[Description, str | None]] = WeakKeyDictionary()
+
+
+def _units(module: nn.Module) -> "list[FullyShardedDataParallel]":
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    return FSDP.fsdp_modules(module)
 
 
 def _parts_of(module: nn.Module) -> Iterator[FlatPart]:
@@ -196,42 +145,6 @@ def _reason_to_need_whole(module: nn.Module, parts: list[FlatPart]) -> str | Non
     return None
 
 
-def _digest(parts: list[FlatPart]) -> str:
-    described = [(part.name, tuple(part.shape), part.dims, str(part.local.dtype)) for part in parts]
-    return hashlib.blake2b(repr(described).encode(), digest_size=16).hexdigest()
-
-
-def _agree(mine: Any, parts: list[FlatPart]) -> str | None:
-    from torch.distributed.checkpoint import CheckpointException
-
-    from lightning.fabric.storage.collectives.rank_group import RankGroup
-
-    group = RankGroup()
-    try:
-        reason: str | None = group.gather_scatter("describe", mine, lambda ranks: [_compare(ranks, parts)] * len(ranks))
-    except CheckpointException as error:
-        if group.error is not None and not isinstance(group.error, Exception):
-            raise group.error from None
-        raise RuntimeError(f"Could not describe the shards of FSDP: {error}") from error
-    return reason
-
-
-def _compare(ranks: list[_Own], parts: list[FlatPart]) -> str | None:
-    """Returns a reason why the parts of all ranks do not make up the parameters, if there is one."""
-    for rank, (reason, digest, _) in enumerate(ranks):
-        if reason is not None:
-            return reason
-        if digest != ranks[0][1]:
-            return f"rank {rank} has other parameters than rank 0"
-    by_part = np.stack([ranges for _, _, ranges in ranks], axis=1)
-    for part, ranges in zip(parts, by_part, strict=True):
-        have = np.unique(ranges[ranges[:, 0] < ranges[:, 1]], axis=0)  # replicas have the same
-        bounds = [0, *have[:, 1].tolist()]
-        if [*have[:, 0].tolist(), math.prod(part.shape)] != bounds:
-            return f"the ranks do not have each value of {part.name!r} once"
-    return None
-
-
 def module_state(module: nn.Module) -> dict[str, Any] | None:
     """Returns a module's state by the names that ``FSDP.state_dict`` gives, with shards in place.
 
@@ -249,7 +162,8 @@ def _state_of(module: nn.Module, parts: list[FlatPart]) -> dict[str, Any]:
 @contextmanager
 def _shards_in_place(module: nn.Module, parts: list[FlatPart]) -> Iterator[None]:
     """Makes the shards the parameters of the modules that own them, for what these do to make a state."""
-    flat = {id(part._handle.flat_param) for part in module.modules() if getattr(part, "_handle", None) is not None}
+    handles: list[Any] = [unit._handle for unit in _units(module) if unit._handle is not None]
+    flat = {id(handle.flat_param) for handle in handles}
     before = [(part._parameters, dict(part._parameters)) for part in module.modules()]
     try:
         for parameters, had in before:
@@ -269,10 +183,9 @@ def _shards_in_place(module: nn.Module, parts: list[FlatPart]) -> Iterator[None]
 @contextmanager
 def _without_gathering(module: nn.Module) -> Iterator[None]:
     """Puts others in the place of the functions that FSDP has called before and after a state is made."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import _state_dict_utils as functions
 
-    units = [(unit, unit._state_dict_pre_hooks, unit._state_dict_hooks) for unit in FSDP.fsdp_modules(module)]
+    units = [(unit, unit._state_dict_pre_hooks, unit._state_dict_hooks) for unit in _units(module)]
     try:
         for unit, before, after in units:
             unit._state_dict_pre_hooks = type(before)(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning.fabric.storage.strategies import full_state, optimizer_state
+from lightning.fabric.storage.strategies import flat_shards, full_state, load_targets, optimizer_state
 from lightning.fabric.storage.strategies.checkpoint_load import load_flat_optimizer, load_metadata, load_module
 from lightning.fabric.storage.strategies.checkpoint_place import FoundCheckpoint, find_to_load, refuse_folder
 from lightning.fabric.storage.strategies.checkpoint_save import save_full, save_sharded
@@ -37,25 +37,71 @@ def save(
         storage_options: Options for the file system of a URL.
         filters: By key, a predicate on the names and values to save; for full checkpoints only.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-    from lightning.fabric.strategies import fsdp
+    from lightning.fabric.strategies.fsdp import _has_fsdp_modules
 
     is_full = not _is_sharded(strategy)
     place = place_for_fabric(strategy, path, storage_options, filters, is_full)
     if is_full:
         refuse_folder(place)
-    module = distributed_model(state, fsdp._has_fsdp_modules, "FSDP").module
-    context: Any = (
-        fsdp._get_full_state_dict_context(module, world_size=strategy.world_size)
-        if is_full
-        else fsdp._get_sharded_state_dict_context(module)
+    module = distributed_model(state, _has_fsdp_modules, "FSDP").module
+    tensors, rest = state_dicts(
+        state,
+        lambda part: module_state(strategy, part) if part is module else part.state_dict(),
+        lambda optimizer: _optimizer_state(strategy, module, optimizer),
+        filters,
     )
-    with context:
-        tensors, rest = state_dicts(
-            state, lambda part: part.state_dict(), lambda optimizer: FSDP.optim_state_dict(module, optimizer), filters
-        )
     (save_full if is_full else save_sharded)(tensors, rest, place, strategy.checkpoint_io)
+
+
+def module_state(strategy: Any, module: Module) -> dict[str, Any]:
+    """Returns the state of a strategy's module, in shards or gathered on rank zero; a collective call.
+
+    Shards stay where they are, on their device, until the writer asks for them.
+
+    Raises:
+        ValueError: The module could not load it.
+    """
+    from lightning.fabric.strategies import fsdp
+
+    load_targets.refuse_unloadable(module)
+    if not _is_sharded(strategy):
+        with _gathered(strategy, module):
+            return module.state_dict()
+    state = flat_shards.module_state(module)
+    if state is not None:
+        return state
+    context: Any = fsdp._get_sharded_state_dict_context(module)
+    with context:
+        return module.state_dict()
+
+
+def sharded_optimizer_state(module: Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the state of an optimizer of a module in shards, as :func:`module_state`; a collective call."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    from lightning.fabric.strategies import fsdp
+
+    state = flat_shards.optimizer_state(module, optimizer)
+    if state is not None:
+        return state
+    context: Any = fsdp._get_sharded_state_dict_context(module)
+    with context:
+        return FSDP.optim_state_dict(module, optimizer)
+
+
+def _optimizer_state(strategy: "FSDPStrategy", module: Module, optimizer: Optimizer) -> dict[str, Any]:
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    if _is_sharded(strategy):
+        return sharded_optimizer_state(module, optimizer)
+    with _gathered(strategy, module):
+        return FSDP.optim_state_dict(module, optimizer)
+
+
+def _gathered(strategy: Any, module: Module) -> Any:
+    from lightning.fabric.strategies import fsdp
+
+    return fsdp._get_full_state_dict_context(module, world_size=strategy.world_size)
 
 
 def load(
