@@ -39,7 +39,7 @@ from lightning.fabric.storage.sharded import commit
 from lightning.fabric.storage.transport import multipart, sink
 from lightning.fabric.storage.transport.backends import obstore_config
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from tests.strategies import resumes, slowness
+from tests.strategies import flat_saves, resumes, slowness
 from tests.strategies.forks import Forks, Job, kill, numbered
 
 WIDTH = 160
@@ -137,6 +137,8 @@ def run(job: Job, rank: int, listener: socket.socket, ids: Sequence[int]) -> dic
     if job["task"] == "resume":
         os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         return resumes.run(job)
+    if job["task"] == "flat saves":
+        return flat_saves.run(job)
     plugins = [AsyncCheckpointIO()] if job.get("async") else []
     fabric = Fabric(accelerator="cpu", devices=world, strategy=_strategy(job, world), plugins=plugins)
     fabric.launch()

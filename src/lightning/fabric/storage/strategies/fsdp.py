@@ -89,11 +89,19 @@ def sharded_optimizer_state(module: Module, optimizer: Optimizer) -> dict[str, A
         return FSDP.optim_state_dict(module, optimizer)
 
 
+def _saved(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns what is saved of an optimizer's state: on a rank that has nothing of its parameters, not an empty one.
+
+    That would be an entry of its own, beside those of the other ranks that are within it.
+    """
+    return {key: value for key, value in state.items() if key != "state" or value}
+
+
 def _optimizer_state(strategy: "FSDPStrategy", module: Module, optimizer: Optimizer) -> dict[str, Any]:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     if _is_sharded(strategy):
-        return sharded_optimizer_state(module, optimizer)
+        return _saved(sharded_optimizer_state(module, optimizer))
     with _gathered(strategy, module):
         return FSDP.optim_state_dict(module, optimizer)
 
@@ -153,6 +161,8 @@ def save_trainers(
 ) -> None:
     """Saves a checkpoint of the Trainer; see :func:`~lightning.fabric.storage.strategies.state.save_of_trainer`."""
     model = "model" if _is_sharded(strategy) else None
+    if model is not None and "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"] = [_saved(state) for state in checkpoint["optimizer_states"]]
     save_of_trainer(strategy, checkpoint, path, storage_options, save_file, model)
 
 

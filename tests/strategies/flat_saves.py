@@ -1,0 +1,311 @@
+"""States of FSDP modules in many modes, each saved from the flat shards and as FSDP's own functions give it."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import Adam, Optimizer
+
+from lightning.fabric.storage.strategies import flat_shards
+from lightning.fabric.storage.strategies.checkpoint_save import save_sharded
+from lightning.fabric.storage.strategies.fsdp import _saved
+
+State = dict[str, Any]
+
+
+class Block(nn.Module):
+    """Is wrapped by itself: odd sizes, so that ranks get parts of rows, and padding."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width + 3)
+        self.norm = nn.LayerNorm(width + 3)
+        self.down = nn.Linear(width + 3, width, bias=False)
+        self.register_buffer("scale", torch.rand(3))
+        self.register_buffer("cache", torch.rand(3), persistent=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.down(self.norm(self.up(values)).relu() * self.scale.sum()) + values
+
+
+class Frozen(nn.Linear):
+    """Is not trained, and has an extra state."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.requires_grad_(False)
+
+    def get_extra_state(self) -> State:
+        return {"calls": 3, "of": "Frozen"}
+
+    def set_extra_state(self, state: State) -> None:
+        pass
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.frozen = Frozen(7)
+        self.blocks = nn.Sequential(Block(7), Block(7))
+        self.conv = nn.Conv2d(3, 5, (3, 2))
+        self.norm = nn.BatchNorm1d(5)
+        self.last = nn.Linear(7, 1, bias=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        hidden = self.blocks(self.frozen(self.first(self.norm(values))))
+        return self.last(hidden).sum() + self.conv(values.new_ones(2, 3, 6, 6)).pow(2).sum()
+
+
+def tied_net() -> nn.Module:
+    net = Net()
+    net.again = nn.Linear(7, 1, bias=False)
+    net.again.weight = net.last.weight
+    return net
+
+
+def channels_last_net() -> nn.Module:
+    net = Net()
+    net.conv = net.conv.to(memory_format=torch.channels_last)
+    net.blocks[0].up.weight = nn.Parameter(net.blocks[0].up.weight.detach().t().contiguous().t())
+    return net
+
+
+def empty_net() -> nn.Module:
+    net = Net()
+    net.nothing = nn.Parameter(torch.empty(0, 4))
+    return net
+
+
+def train(module: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Takes two steps."""
+    torch.manual_seed(1)
+    for _ in range(2):
+        module(torch.randn(4, 5)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def validate(module: nn.Module) -> None:
+    """Leaves the root's parameters gathered, where the strategy keeps them after a forward pass."""
+    with torch.no_grad():
+        module(torch.randn(4, 5))
+
+
+def accumulate(module: Any) -> None:
+    """Adds gradients without a step, of which one is not shared with the other ranks."""
+    with module.no_sync():
+        module(torch.randn(4, 5)).backward()
+    module(torch.randn(4, 5)).backward()
+
+
+def checkpointed(net: nn.Module) -> nn.Module:
+    apply_activation_checkpointing(net, check_fn=lambda part: isinstance(part, (Block, nn.Conv2d)))
+    return net
+
+
+def compiled(net: nn.Module) -> nn.Module:
+    net.blocks[0] = torch.compile(net.blocks[0], backend="eager")
+    return net
+
+
+def in_halves(parameters: list[nn.Parameter]) -> list[Optimizer]:
+    return [Adam(parameters[:3]), torch.optim.SGD(parameters[3:], lr=0.1, momentum=0.9)]
+
+
+@dataclasses.dataclass
+class Mode:
+    """A way of wrapping and training.
+
+    Attributes:
+        options: Arguments of FSDP.
+        net: Makes the module.
+        after: Called with the wrapped module after training.
+        steps: Whether it is trained at all.
+        optimizers: Makes the optimizers of the parameters.
+        knows_fsdp: Whether FSDP's own functions can save it. If not, the state is compared with the whole parameters.
+        mesh: The shape of a device mesh, if there is one.
+        ignored: The names of modules that FSDP leaves alone.
+    """
+
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    net: Callable[[], nn.Module] = Net
+    after: Callable[[nn.Module], None] = lambda module: None
+    steps: bool = True
+    optimizers: Callable[[list[nn.Parameter]], list[Optimizer]] = lambda parameters: [Adam(parameters)]
+    knows_fsdp: bool = True
+    mesh: tuple[int, ...] | None = None
+    ignored: tuple[str, ...] = ()
+
+
+_GRAD_OP = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+_FLAT = {"use_orig_params": False}
+_HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+MODES = {
+    "full shard": Mode(),
+    "flat parameters": Mode(_FLAT),
+    "before the first step": Mode(steps=False),
+    "flat parameters before the first step": Mode(_FLAT, steps=False),
+    "gathered after validation": Mode(_GRAD_OP, after=validate),
+    "flat parameters gathered after validation": Mode({**_GRAD_OP, **_FLAT}, after=validate),
+    "between accumulation steps": Mode(after=accumulate),
+    "no shard": Mode({"sharding_strategy": ShardingStrategy.NO_SHARD}),
+    "no shard of flat parameters": Mode({"sharding_strategy": ShardingStrategy.NO_SHARD, **_FLAT}),
+    "mixed precision": Mode({"mixed_precision": _HALF}),
+    "mixed precision, gathered": Mode({"mixed_precision": _HALF, **_GRAD_OP}, after=validate),
+    "device mesh": Mode(mesh=(-1,)),
+    "activation checkpoints": Mode(net=lambda: checkpointed(Net())),
+    "compiled part": Mode(net=lambda: compiled(Net()), steps=False),
+    "ignored modules": Mode(ignored=("conv", "blocks.1.norm")),
+    "tied": Mode(net=tied_net, knows_fsdp=False),
+    "two optimizers": Mode(optimizers=in_halves, knows_fsdp=False),
+    "channels last": Mode(net=channels_last_net, knows_fsdp=False),
+    "no values": Mode(net=empty_net, knows_fsdp=False),
+}
+HYBRID_MODES = {
+    "hybrid": Mode({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, mesh=(2, 2)),
+    "hybrid of flat parameters": Mode(
+        {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2, **_FLAT}, mesh=(2, 2)
+    ),
+}
+
+
+def wrapped(mode: Mode) -> tuple[FullyShardedDataParallel, list[Optimizer]]:
+    """The trained module of a mode, with its optimizers."""
+    torch.manual_seed(0)
+    net = mode.net()
+    mesh = mode.mesh and (torch.distributed.get_world_size(),) if mode.mesh == (-1,) else mode.mesh
+    names = ("replicate", "shard")[2 - len(mesh) :] if mesh else None
+    module = FullyShardedDataParallel(
+        net,
+        auto_wrap_policy=ModuleWrapPolicy({Block, Frozen}),
+        device_id=torch.device("cpu"),
+        device_mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names) if mesh else None,
+        ignored_modules=[net.get_submodule(name) for name in mode.ignored] or None,
+        **{"use_orig_params": True, **mode.options},
+    )
+    optimizers = mode.optimizers([parameter for parameter in module.parameters() if parameter.requires_grad])
+    if mode.steps:
+        train(module, optimizers)
+    mode.after(module)
+    return module, optimizers
+
+
+def state_of(module: nn.Module, optimizers: list[Optimizer]) -> State:
+    """The state as this Lightning describes it."""
+    state = {"model": flat_shards.module_state(module)}
+    state |= {f"optimizer_{at}": flat_shards.optimizer_state(module, one) for at, one in enumerate(optimizers)}
+    assert None not in state.values()
+    return state
+
+
+def state_of_fsdp(module: nn.Module, optimizers: list[Optimizer]) -> State:
+    """The same as FSDP's own functions give it."""
+    configs = ShardedStateDictConfig(offload_to_cpu=False), ShardedOptimStateDictConfig(offload_to_cpu=False)
+    with FullyShardedDataParallel.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, *configs):
+        state = {"model": module.state_dict()}
+        for at, optimizer in enumerate(optimizers):
+            state[f"optimizer_{at}"] = FullyShardedDataParallel.optim_state_dict(module, optimizer)
+    return state
+
+
+def flattened(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    parts = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else None
+    if parts is None:
+        yield path, tree
+    for name, value in parts or ():
+        yield from flattened(value, f"{path}/{name}")
+
+
+def differing(left: Any, right: Any) -> list[str]:
+    """The paths in two trees at which they are not the same bit for bit."""
+    ours, theirs = dict(flattened(left)), dict(flattened(right))
+    wrong = sorted(ours.keys() ^ theirs.keys())
+    for path in ours.keys() & theirs.keys():
+        own, other = ours[path], theirs[path]
+        if isinstance(own, torch.Tensor) and isinstance(other, torch.Tensor):
+            is_same = own.dtype == other.dtype and own.shape == other.shape and torch.equal(own, other)
+        else:
+            is_same = type(own) is type(other) and own == other
+        wrong += [] if is_same else [path]
+    return wrong
+
+
+def read_by_stock(folder: str) -> Any:
+    """The whole content of a checkpoint, read by torch alone."""
+    dcp_to_torch_save(folder, f"{folder}.pt")
+    return torch.load(f"{folder}.pt", weights_only=False)
+
+
+def compare(name: str, mode: Mode, folder: Path) -> list[str]:
+    """The differences, on rank zero, between what is read of both kinds of checkpoint; and of their names."""
+    module, optimizers = wrapped(mode)
+    own, wrong = state_of(module, optimizers), []
+    own.update({key: _saved(part) for key, part in own.items() if key != "model"})
+    place = str(folder / name.replace(" ", "-"))
+    save_sharded(own, {"name": name}, f"{place}-own")
+    if mode.knows_fsdp:
+        theirs = state_of_fsdp(module, optimizers)
+        dcp.save(theirs, checkpoint_id=f"{place}-fsdp")
+        wrong = [] if list(own["model"]) == list(theirs["model"]) else ["the order of names"]
+    if torch.distributed.get_rank() == 0:
+        read = read_by_stock(f"{place}-own")
+        wrong = (
+            wrong + differing(read, read_by_stock(f"{place}-fsdp")) if mode.knows_fsdp else far(read, unsharded(mode))
+        )
+    torch.distributed.barrier()
+    return wrong
+
+
+def unsharded(mode: Mode) -> State:
+    """The state of the same training without FSDP."""
+    torch.manual_seed(0)
+    net = mode.net()
+    optimizers = mode.optimizers([parameter for parameter in net.parameters() if parameter.requires_grad])
+    train(net, optimizers)
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    state: State = {"model": net.state_dict()}
+    for at, optimizer in enumerate(optimizers):
+        states = {names[parameter]: dict(state) for parameter, state in optimizer.state.items()}
+        groups = [{**group, "params": [names[one] for one in group["params"]]} for group in optimizer.param_groups]
+        state[f"optimizer_{at}"] = {"state": states, "param_groups": groups}
+    return state
+
+
+def far(left: Any, right: Any) -> list[str]:
+    """As :func:`differing`, but for what is only rounded in another way."""
+    ours, theirs = dict(flattened(left)), dict(flattened(right))
+    return [
+        path
+        for path in differing(left, right)
+        if path not in ours
+        or path not in theirs
+        or not torch.is_tensor(ours[path])
+        or ours[path].shape != theirs[path].shape
+        or not torch.allclose(ours[path], theirs[path], atol=1e-6)
+    ]
+
+
+def run(job: State) -> State:
+    """What differs in each mode of the job, on this rank."""
+    warnings.simplefilter("ignore")
+    modes = MODES if job["modes"] == "all" else HYBRID_MODES
+    return {"differs": {name: compare(name, mode, Path(job["folder"])) for name, mode in modes.items()}, "error": None}
