@@ -1,8 +1,10 @@
 """States of FSDP modules in many modes, each saved from the flat shards and as FSDP's own functions give it."""
 
 import dataclasses
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,16 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import Adam, Optimizer
 
-from lightning.fabric.storage.strategies import flat_shards
+from lightning.fabric.storage.sharded.checksums import FileRecords
+from lightning.fabric.storage.strategies import flat_shards, fsdp
 from lightning.fabric.storage.strategies.checkpoint_save import save_sharded
-from lightning.fabric.storage.strategies.fsdp import _saved
+from lightning.fabric.strategies import FSDPStrategy
 
 State = dict[str, Any]
+
+
+class CPUFSDPStrategy(FSDPStrategy):
+    """Lightning accepts FSDP on the CPU for a subclass only."""
 
 
 class Block(nn.Module):
@@ -143,6 +150,7 @@ class Mode:
         optimizers: Makes the optimizers of the parameters.
         knows_fsdp: Whether FSDP's own functions can save it. If not, the state is compared with the whole parameters.
         mesh: The shape of a device mesh, if there is one.
+        cls: The class of FSDP.
         ignored: The names of modules that FSDP leaves alone.
     """
 
@@ -153,6 +161,7 @@ class Mode:
     optimizers: Callable[[list[nn.Parameter]], list[Optimizer]] = lambda parameters: [Adam(parameters)]
     knows_fsdp: bool = True
     mesh: tuple[int, ...] | None = None
+    cls: type[FullyShardedDataParallel] = FullyShardedDataParallel
     ignored: tuple[str, ...] = ()
 
 
@@ -194,7 +203,7 @@ def wrapped(mode: Mode) -> tuple[FullyShardedDataParallel, list[Optimizer]]:
     net = mode.net()
     mesh = mode.mesh and (torch.distributed.get_world_size(),) if mode.mesh == (-1,) else mode.mesh
     names = ("replicate", "shard")[2 - len(mesh) :] if mesh else None
-    module = FullyShardedDataParallel(
+    module = mode.cls(
         net,
         auto_wrap_policy=ModuleWrapPolicy({Block, Frozen}),
         device_id=torch.device("cpu"),
@@ -210,11 +219,12 @@ def wrapped(mode: Mode) -> tuple[FullyShardedDataParallel, list[Optimizer]]:
 
 
 def state_of(module: nn.Module, optimizers: list[Optimizer]) -> State:
-    """The state as this Lightning describes it."""
-    state = {"model": flat_shards.module_state(module)}
-    state |= {f"optimizer_{at}": flat_shards.optimizer_state(module, one) for at, one in enumerate(optimizers)}
-    assert None not in state.values()
-    return state
+    """The state as this Lightning saves it."""
+    strategy = CPUFSDPStrategy(state_dict_type="sharded")
+    state = {"model": fsdp.module_state(strategy, module)}
+    return state | {
+        f"optimizer_{at}": fsdp._optimizer_state(strategy, module, one) for at, one in enumerate(optimizers)
+    }
 
 
 def state_of_fsdp(module: nn.Module, optimizers: list[Optimizer]) -> State:
@@ -256,10 +266,12 @@ def read_by_stock(folder: str) -> Any:
 
 
 def compare(name: str, mode: Mode, folder: Path) -> list[str]:
-    """The differences, on rank zero, between what is read of both kinds of checkpoint; and of their names."""
+    """What is not the same in a save of our own and in one of FSDP's, on rank zero."""
     module, optimizers = wrapped(mode)
     own, wrong = state_of(module, optimizers), []
-    own.update({key: _saved(part) for key, part in own.items() if key != "model"})
+    if torch.distributed.get_rank() == 0:
+        assert flat_shards.parts_of(module), "without the others: what is agreed needs no collective call"
+        state_of(module, optimizers)
     place = str(folder / name.replace(" ", "-"))
     save_sharded(own, {"name": name}, f"{place}-own")
     if mode.knows_fsdp:
@@ -268,11 +280,17 @@ def compare(name: str, mode: Mode, folder: Path) -> list[str]:
         wrong = [] if list(own["model"]) == list(theirs["model"]) else ["the order of names"]
     if torch.distributed.get_rank() == 0:
         read = read_by_stock(f"{place}-own")
-        wrong = (
-            wrong + differing(read, read_by_stock(f"{place}-fsdp")) if mode.knows_fsdp else far(read, unsharded(mode))
-        )
+        wrong += differing(read, read_by_stock(f"{place}-fsdp")) if mode.knows_fsdp else far(read, unsharded(mode))
+        wrong += [] if _writes_nothing_twice(f"{place}-own") else ["the number of records"]
     torch.distributed.barrier()
     return wrong
+
+
+def _writes_nothing_twice(folder: str) -> bool:
+    """Whether the files have a record for each place that the metadata name, and one for the rest of the checkpoint."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    places = {(info.relative_path, info.offset) for info in metadata.storage_data.values()}
+    return len(places) + 1 == sum(len(FileRecords(**file).places) for file in metadata.lightning["files"].values())
 
 
 def unsharded(mode: Mode) -> State:
@@ -304,8 +322,116 @@ def far(left: Any, right: Any) -> list[str]:
     ]
 
 
+class Hidden(FullyShardedDataParallel):
+    """Does nothing of its own, but could."""
+
+
+def hooked() -> nn.Module:
+    net = Net()
+    net.blocks[1].register_state_dict_post_hook(lambda module, state, prefix, _: None)
+    return net
+
+
+class Computing(Net):
+    """Needs the values of whole parameters for its state."""
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        state = super().state_dict(*args, **options)
+        assert state[f"{options['prefix']}first.weight"].sum().isfinite()
+        return state
+
+
+class Filtering(Net):
+    """Saves what is trained only, under other names."""
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        state = super().state_dict(*args, **options)
+        prefix = options["prefix"]
+        for name in [name for name in state if name.startswith(f"{prefix}frozen")]:
+            del state[name]
+        state[f"{prefix}output"] = state.pop(f"{prefix}last.weight")
+        return state
+
+
+def without_attribute(module: nn.Module) -> None:
+    """As a release of torch might have it, on one rank only."""
+    if torch.distributed.get_rank() == 1:
+        del module._handle.flat_param._strides
+
+
+FALLBACKS = {
+    "no attribute": Mode(after=without_attribute),
+    "hook": Mode(net=hooked),
+    "computes": Mode(net=Computing),
+    "subclass": Mode(cls=Hidden),
+}
+
+
+def fall_back(mode: Mode, folder: Path) -> State:
+    """How a module is saved that cannot be described: twice, as FSDP has it."""
+    module, optimizers = wrapped(mode)
+    with lines_of(flat_shards.log) as lines:
+        states = [state_of(module, optimizers) for _ in range(2)]
+    for at, state in enumerate([*states, state_of_fsdp(module, optimizers)]):
+        dcp.save(state, checkpoint_id=str(folder / f"{at}"))
+    read = [read_by_stock(str(folder / f"{at}")) for at in range(3)] if torch.distributed.get_rank() == 0 else []
+    torch.distributed.barrier()
+    return {"lines": lines, "differs": [path for one in read for path in differing(one, read[-1])]}
+
+
+@contextmanager
+def lines_of(log: logging.Logger) -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler, level = logging.Handler(), log.level
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def other_cases(folder: Path) -> State:
+    """What becomes of parameters in other memory, of a state dict that filters, and of an odd optimizer's state."""
+    module, optimizers = wrapped(Mode(net=Filtering))
+    filtered = fsdp.module_state(CPUFSDPStrategy(state_dict_type="sharded"), module)
+    found: State = {"filtered": sorted(filtered.keys() ^ Net().state_dict().keys())}
+
+    module, optimizers = wrapped(Mode())
+    for parameter in module.parameters():
+        parameter.data = torch.full_like(parameter.data, 7.0)
+    replaced = {part.name: part.local.unique().tolist() for part in flat_shards.parts_of(module) if len(part.local)}
+    found["replaced"] = [name for name, values in replaced.items() if values != [7.0]]
+
+    module, optimizers = wrapped(Mode())
+    if torch.distributed.get_rank() == 0:
+        next(iter(optimizers[0].state.values()))["exp_avg"] = torch.zeros(3)
+    try:
+        save_sharded(state_of(module, optimizers), {}, str(folder / "odd"))
+    except RuntimeError as error:
+        found["odd"] = str(error)
+
+    module, optimizers = wrapped(Mode())
+    with FullyShardedDataParallel.summon_full_params(module):
+        for parameter in module.parameters():
+            parameter.data.fill_(3.0)
+        state = fsdp.module_state(CPUFSDPStrategy(state_dict_type="sharded"), module)
+    parts = [state[name].local_tensor() for name, _ in Net().named_parameters()]
+    found["gathered"] = sorted({number for part in parts for number in part.unique().tolist()})
+    return found
+
+
 def run(job: State) -> State:
-    """What differs in each mode of the job, on this rank."""
+    """What the job asks for, as this rank finds it."""
     warnings.simplefilter("ignore")
-    modes = MODES if job["modes"] == "all" else HYBRID_MODES
-    return {"differs": {name: compare(name, mode, Path(job["folder"])) for name, mode in modes.items()}, "error": None}
+    folder = Path(job["folder"])
+    modes = {**MODES, **HYBRID_MODES}
+    if "modes" in job:
+        found: State = {name: compare(name, modes[name], folder) for name in job["modes"]}
+    elif "fallbacks" in job:
+        found = {name: fall_back(mode, folder / name) for name, mode in FALLBACKS.items()}
+    else:
+        found = other_cases(folder)
+    return {"found": found, "error": None}

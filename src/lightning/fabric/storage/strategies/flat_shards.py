@@ -91,8 +91,14 @@ def _parts_of_unit(prefix: str, unit: "FullyShardedDataParallel") -> Iterator[Fl
     others: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
     for tied in flat._shared_param_infos:
         others.setdefault((tied.prim_module, tied.prim_param_name), []).append((tied.module, tied.param_name))
-    columns = flat._fqns, flat._shapes, flat._strides, flat._contiguities, flat._param_infos, flat._shard_param_infos
-    for at, (fqn, shape, strides, is_row_major, owner, info) in enumerate(zip(*columns, strict=True)):
+    orders = [range(len(shape)) for shape in flat._shapes]
+    if hasattr(flat, "_contiguities"):  # older releases flatten everything in row-major order
+        columns = flat._contiguities, flat._shapes, flat._strides
+        orders = [
+            range(len(shape)) if own else _dims_of(shape, strides) for own, shape, strides in zip(*columns, strict=True)
+        ]
+    columns = flat._fqns, flat._shapes, orders, flat._param_infos, flat._shard_param_infos
+    for at, (fqn, shape, dims, owner, info) in enumerate(zip(*columns, strict=True)):
         if flat._param_extensions[at] is not None:
             raise _Undescribed(f"{fqn!r} is sharded in another way, too")
         size = info.numel_in_shard if info.in_shard and math.prod(shape) else 0
@@ -103,7 +109,7 @@ def _parts_of_unit(prefix: str, unit: "FullyShardedDataParallel") -> Iterator[Fl
             parameter=flat._params[at] if flat._params is not None else flat,
             owners=[own, *others.get(own, ())],
             shape=torch.Size(shape),
-            dims=tuple(range(len(shape))) if is_row_major else _dims_of(shape, strides),
+            dims=tuple(dims),
             range=(start, start + size),
             offset=info.offset_in_shard if size and flat._params is None else 0,
             held=size if flat._params is not None else len(shard),
