@@ -155,15 +155,6 @@ class FlatShard(Tensor):
         """Returns the box at an index's offsets."""
         return next(values for offsets, values in self.boxes() if offsets == index.offset)
 
-    # the names of the three in PyTorch 2.4
-    _create_write_items = __create_write_items__
-
-    def _create_chunk_list(self, _: Tensor) -> list[Any]:
-        return self.__create_chunk_list__()
-
-    def _get_tensor_shard(self, _: Tensor, index: Any) -> Tensor:
-        return self.__get_tensor_shard__(index)
-
     @classmethod
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning.fabric.storage.collectives.errors import is_rank_zero
 from lightning.fabric.storage.strategies.flat_parts import Description, FlatPart, agree
+from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_5
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -45,6 +46,8 @@ def parts_of(module: nn.Module) -> list[FlatPart] | None:
     parts: list[FlatPart] = []
     reason = None
     try:
+        if not _TORCH_GREATER_EQUAL_2_5:
+            raise _Undescribed("before PyTorch 2.5 a planner takes no shards but its own")
         parts = list(_parts_of(module))
         _refuse_hooks(module)
     except (_Undescribed, AttributeError, TypeError, ValueError) as error:
