@@ -1,7 +1,9 @@
 """States of FSDP modules in many modes, each saved from the flat shards and as FSDP's own functions give it."""
 
+import copy
 import dataclasses
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +31,7 @@ from lightning.fabric.storage.sharded.checksums import FileRecords
 from lightning.fabric.storage.strategies import flat_shards, fsdp
 from lightning.fabric.storage.strategies.checkpoint_save import save_sharded
 from lightning.fabric.strategies import FSDPStrategy
+from tests.strategies import resumes
 
 State = dict[str, Any]
 
@@ -278,12 +281,17 @@ def compare(name: str, mode: Mode, folder: Path) -> list[str]:
         theirs = state_of_fsdp(module, optimizers)
         dcp.save(theirs, checkpoint_id=f"{place}-fsdp")
         wrong = [] if list(own["model"]) == list(theirs["model"]) else ["the order of names"]
+        wrong += [f"{key} on this rank" for key, part in own.items() if _names(part) != _names(theirs[key])]
     if torch.distributed.get_rank() == 0:
         read = read_by_stock(f"{place}-own")
         wrong += differing(read, read_by_stock(f"{place}-fsdp")) if mode.knows_fsdp else far(read, unsharded(mode))
         wrong += [] if _writes_nothing_twice(f"{place}-own") else ["the number of records"]
     torch.distributed.barrier()
     return wrong
+
+
+def _names(part: State) -> Any:
+    return part.keys() | {"state"}, {name: sorted(state) for name, state in part.get("state", {}).items()}
 
 
 def _writes_nothing_twice(folder: str) -> bool:
@@ -428,6 +436,33 @@ def other_cases(folder: Path) -> State:
     return found
 
 
+class Hooked(resumes.Case):
+    """Changes what is saved of it."""
+
+    def on_save_checkpoint(self, checkpoint: State) -> None:
+        state = checkpoint["state_dict"]
+        del state["net.1.0.weight"]
+        state["renamed"] = state.pop("net.2.weight")
+        state["halved"] = state["net.0.0.weight"].half()
+        state["copied"] = copy.deepcopy(state["net.0.0.bias"])
+        state["added"] = torch.arange(3.0)
+        state["shapes"] = {name: list(value.shape) for name, value in state.items() if name.startswith("net")}
+        states = checkpoint["optimizer_states"][0]["state"]
+        states["net.0.0.bias"] = {"step": states["net.0.0.bias"]["step"]}  # for FSDP2 has the optimizer's own there
+        checkpoint["mine"] = [1, 2]
+
+
+def save_hooked(strategy: str, folder: Path) -> Any:
+    """What torch reads of a checkpoint that a hook has changed, in memory of rank zero."""
+    job = {"strategy": strategy, "kind": "sharded", "root": str(folder)}
+    trained = resumes._trained(Hooked, job, "sync", save=str(folder / strategy))
+    assert not isinstance(trained, str), trained
+    if torch.distributed.get_rank():
+        return {}
+    state = read_by_stock(str(folder / strategy / "saved.ckpt"))
+    return {"model": state.pop("state_dict", None) or state["model"], "optimizer": state["optimizer_0"]}
+
+
 def run(job: State) -> State:
     """What the job asks for, as this rank finds it."""
     warnings.simplefilter("ignore")
@@ -437,6 +472,10 @@ def run(job: State) -> State:
         found: State = {name: compare(name, modes[name], folder) for name in job["modes"]}
     elif "fallbacks" in job:
         found = {name: fall_back(mode, folder / name) for name, mode in FALLBACKS.items()}
+    elif "hooks" in job:
+        os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        ours, fsdp2 = [save_hooked(strategy, folder) for strategy in ("fsdp", "model_parallel")]
+        found = {"differs": far(ours, fsdp2), "names": sorted(ours.get("model", ()))}
     else:
         found = other_cases(folder)
     return {"found": found, "error": None}

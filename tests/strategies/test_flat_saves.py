@@ -71,3 +71,10 @@ def test_a_state_of_an_optimizer_that_is_not_flat_fails_the_save_on_every_rank(o
 
 def test_parameters_that_are_gathered_to_be_changed_are_saved_as_they_are_then(others: list[Any]) -> None:
     assert [found["gathered"] for found in others] == [[3.0], [3.0]]
+
+
+def test_a_hook_that_changes_what_is_saved_does_so_as_with_fsdp2(forks: Forks, tmp_path: Path) -> None:
+    first, _ = found_by_ranks(forks, tmp_path, 2, hooks=True)
+    assert first["differs"] == []
+    kept = ["net.0.0.bias", "net.0.0.weight", "net.1.0.bias", "net.2.bias"]
+    assert first["names"] == ["added", "copied", "halved", *kept, "renamed", "shapes"]

@@ -3,8 +3,8 @@
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +53,20 @@ class FlatPart:
             return value
         flat = value.reshape(-1)
         return self._part(flat.narrow(0, self.offset, len(self.local)) if len(flat) == self.held else flat)
+
+    def nothing_of(self, like: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns shards without values in the place of the state of a parameter of which this rank has none.
+
+        Args:
+            like: The state of another parameter.
+        """
+        from lightning.fabric.storage.sharded.flat_shard import FlatShard
+
+        tensors = {key: value for key, value in like.items() if isinstance(value, Tensor)}
+        return {
+            key: FlatShard(self.local.new_empty(0, dtype=value.dtype), 0, 0, self.shape if value.dim() else ())
+            for key, value in tensors.items()
+        }
 
     def _part(self, local: Tensor) -> Tensor:
         from lightning.fabric.storage.sharded.flat_shard import FlatShard

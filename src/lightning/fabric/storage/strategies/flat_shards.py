@@ -224,8 +224,9 @@ def _after_state_dict(unit: Any, state: dict[str, Any], prefix: str, *_: Any) ->
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
     """Returns an optimizer's state by the names that ``FSDP.optim_state_dict`` gives, with shards in place.
 
-    Each rank has the states of those parameters of which it has values. A collective call as :func:`parts_of`, for
-    which None is returned likewise.
+    Of a parameter of which this rank has no values, there are shards without values like the state of another one of
+    the group, if there is one: hooks find it there, and the planner does not. A collective call as :func:`parts_of`,
+    for which None is returned likewise.
 
     Raises:
         ValueError: The optimizer has a parameter that the module has not.
@@ -233,38 +234,33 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any] |
     parts = parts_of(module)
     if parts is None:
         return None
-    of: dict[int, list[FlatPart]] = {}
+    flat: dict[int, list[FlatPart]] = {}
     for part in parts:
-        of.setdefault(id(part.parameter), []).append(part)
+        flat.setdefault(id(part.parameter), []).append(part)
     others = {id(parameter): clean_name(name) for name, parameter in module.named_parameters()}
     packed = optimizer.state_dict()
     states, groups = dict(packed["state"]), []
     found: dict[str, Any] = {}
     for group, own in zip(packed["param_groups"], optimizer.param_groups, strict=True):
         names: list[str] = []
+        absent: list[FlatPart] = []
         for key, parameter in zip(group["params"], own["params"], strict=True):
-            if id(parameter) not in of and id(parameter) not in others:
+            if id(parameter) not in flat and id(parameter) not in others:
                 raise ValueError(
                     "The optimizer has a parameter that is not one of the model, so that it cannot be saved"
                 )
-            state = states.pop(key, None)
-            names += [part.name for part in of[id(parameter)]] if id(parameter) in of else [others[id(parameter)]]
-            if state is not None:
-                found.update(_states_by_name(state, of.get(id(parameter)), names[-1]))
+            own_parts, state = flat.get(id(parameter), ()), states.pop(key, None)
+            absent += [part for part in own_parts if not part.held and part.shape.numel() and parameter.requires_grad]
+            names += [part.name for part in own_parts] or [others[id(parameter)]]
+            if state is not None and own_parts:
+                found |= {part.name: _part_of(state, part) for part in own_parts if part not in absent}
+            elif state is not None:
+                found[names[-1]] = dict(state)
+        like = next((found[name] for name in names if name in found), {})
+        found |= {part.name: part.nothing_of(like) for part in absent if like}
         groups.append({**group, "params": names})
     return {"state": {**found, **states}, "param_groups": groups}
 
 
-def _states_by_name(state: dict[str, Any], parts: list[FlatPart] | None, name: str) -> Iterator[tuple[str, Any]]:
-    """Yields the states of the parameters that one parameter of an optimizer is, each with the name."""
-    if parts is None:
-        yield name, dict(state)
-    for part in parts or ():
-        if len(part.local) or not part.shape.numel():
-            yield (
-                part.name,
-                {
-                    key: part.state(value) if isinstance(value, Tensor) and value.dim() else value
-                    for key, value in state.items()
-                },
-            )
+def _part_of(state: dict[str, Any], part: FlatPart) -> dict[str, Any]:
+    return {key: part.state(one) if isinstance(one, Tensor) and one.dim() else one for key, one in state.items()}
