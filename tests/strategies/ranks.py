@@ -39,7 +39,7 @@ from lightning.fabric.storage.sharded import commit
 from lightning.fabric.storage.transport import multipart, sink
 from lightning.fabric.storage.transport.backends import obstore_config
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from tests.strategies import flat_saves, resumes, slowness
+from tests.strategies import flat_loads, flat_saves, resumes, slowness
 from tests.strategies.forks import Forks, Job, kill, numbered
 
 WIDTH = 160
@@ -139,6 +139,9 @@ def run(job: Job, rank: int, listener: socket.socket, ids: Sequence[int]) -> dic
         return resumes.run(job)
     if job["task"] == "flat saves":
         return flat_saves.run(job)
+    if job["task"] == "flat_loads":
+        told: dict[str, Any] = {}
+        return {**_attempt(lambda: told.update(flat_loads.run({**job, "world": world}))), **told}
     plugins = [AsyncCheckpointIO()] if job.get("async") else []
     fabric = Fabric(accelerator="cpu", devices=world, strategy=_strategy(job, world), plugins=plugins)
     fabric.launch()

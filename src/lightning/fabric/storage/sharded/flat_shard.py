@@ -167,7 +167,9 @@ class FlatShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # which is declared as a function
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Copies, or refuses what takes whole tensors."""
+        """Copies, or refuses what takes whole tensors. A copy onto itself is none."""
+        if func._schema.name == "aten::copy_" and args[0] is args[1]:
+            return args[0]
         if func._schema.name not in _POINTWISE:
             shards = (one for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
             _refuse(func._schema.name.removeprefix("aten::"), next(shards))

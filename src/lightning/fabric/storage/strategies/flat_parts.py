@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ class FlatPart:
     is_replicated: bool
     local: Tensor
 
+    @cached_property
     def value(self) -> Tensor:
         """Returns the parameter in place: its shard, or the whole of it where it is replicated."""
         return self._part(self.local)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning.fabric.storage.collectives.errors import is_rank_zero
+from lightning.fabric.storage.strategies import flat_hooks
 from lightning.fabric.storage.strategies.flat_parts import Description, FlatPart, agree
 from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_5
 
@@ -34,7 +35,7 @@ class _Undescribed(Exception):
     """A reason why the flat parameters do not describe a module."""
 
 
-def parts_of(module: nn.Module) -> list[FlatPart] | None:
+def parts_of(module: nn.Module, to_load: bool = False) -> list[FlatPart] | None:
     """Returns this rank's parts of all parameters that FSDP shards in a module, without copying any.
 
     A collective call when it is the first for the module, or if what it found has changed: all ranks together check
@@ -50,6 +51,8 @@ def parts_of(module: nn.Module) -> list[FlatPart] | None:
             raise _Undescribed("before PyTorch 2.5 a planner takes no shards but its own")
         parts = list(_parts_of(module))
         _refuse_hooks(module)
+        if to_load:
+            _prepare_load(module)
     except (_Undescribed, AttributeError, TypeError, ValueError) as error:
         reason = str(error)
     own = Description.of(parts, reason)
@@ -137,6 +140,12 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def _prepare_load(module: nn.Module) -> None:
+    for path, name in flat_hooks.loading_hooks(module):
+        raise _Undescribed(f"{clean_name(path) or 'it'} has {name}, which may need it to load a state")
+    flat_hooks.free_gathered(module)
+
+
 def _refuse_hooks(module: nn.Module) -> None:
     for path, part in module.named_modules():
         for hook in chain(part._state_dict_pre_hooks.values(), part._state_dict_hooks.values()):
@@ -148,7 +157,7 @@ def _refuse_hooks(module: nn.Module) -> None:
 def _reason_to_need_whole(module: nn.Module, parts: list[FlatPart]) -> str | None:
     """Returns why a module cannot make its state of shards, if its own methods for that use them as whole tensors."""
     try:
-        _state_of(module, parts)
+        state_of(module, parts)
     except Exception as error:  # raised once more, if it is an error, when FSDP makes the state
         return f"{type(error).__name__}: {error}"
     return None
@@ -160,12 +169,27 @@ def module_state(module: nn.Module) -> dict[str, Any] | None:
     A collective call as :func:`parts_of`, for which None is returned likewise.
     """
     parts = parts_of(module)
-    return None if parts is None else _state_of(module, parts)
+    return None if parts is None else state_of(module, parts)
 
 
-def _state_of(module: nn.Module, parts: list[FlatPart]) -> dict[str, Any]:
+def state_of(module: nn.Module, parts: list[FlatPart], keep_vars: bool = False) -> dict[str, Any]:
+    """Returns a module's state; ``keep_vars`` is the argument of that name of its own method."""
     with _shards_in_place(module, parts), _without_gathering(module):
-        return module.state_dict()
+        return module.state_dict(keep_vars=keep_vars)
+
+
+def load_state(module: nn.Module, parts: list[FlatPart], state: dict[str, Any], strict: bool) -> None:
+    """Has a module load a state with the same parts, whose values are in their place already."""
+    with _shards_in_place(module, parts), flat_hooks.without_cutting(module):
+        module.load_state_dict(state, strict=strict)
+
+
+def names_of(module: nn.Module, parts: list[FlatPart]) -> dict[Tensor, list[str]]:
+    """Returns the names of all parameters that each one of a module is made of, as an optimizer has it."""
+    names: dict[Tensor, list[str]] = {}
+    for part in parts:
+        names.setdefault(part.parameter, []).append(part.name)
+    return names | {of: [clean_name(name)] for name, of in module.named_parameters() if of not in names}
 
 
 @contextmanager
@@ -179,7 +203,7 @@ def _shards_in_place(module: nn.Module, parts: list[FlatPart]) -> Iterator[None]
             for name in [name for name, parameter in had.items() if id(parameter) in flat]:
                 del parameters[name]
         for part in parts:
-            value = part.value()
+            value = part.value
             for owner, name in part.owners:
                 owner._parameters[name] = value  # type: ignore[assignment]
         yield

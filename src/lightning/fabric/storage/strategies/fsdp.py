@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning.fabric.storage.strategies import flat_shards, full_state, load_targets, optimizer_state
+from lightning.fabric.storage.strategies import flat_load, flat_shards, full_state, load_targets, optimizer_state
 from lightning.fabric.storage.strategies.checkpoint_load import load_flat_optimizer, load_metadata, load_module
 from lightning.fabric.storage.strategies.checkpoint_place import FoundCheckpoint, find_to_load, refuse_folder
 from lightning.fabric.storage.strategies.checkpoint_save import save_full, save_sharded
@@ -206,12 +206,13 @@ def _load_sharded(model: DistributedModel, found: FoundCheckpoint, strict: bool)
     from lightning.fabric.strategies import fsdp
 
     module = model.module
-    context: Any = fsdp._get_sharded_state_dict_context(module)
-    with context:
-        own = module.state_dict()
-        load_module(module, model.key, own, found, strict)
-        for key, optimizer in model.optimizers.items():
-            load_flat_optimizer(module, optimizer, own, key, found)
+    if not flat_load.load(module, model.key, model.optimizers, found, strict):
+        context: Any = fsdp._get_sharded_state_dict_context(module)
+        with context:
+            own = module.state_dict()
+            load_module(module, model.key, own, found, strict)
+            for key, optimizer in model.optimizers.items():
+                load_flat_optimizer(module, optimizer, own, key, found)
     rest: dict[str, Any] = load_metadata(found)
     return rest
 

@@ -4,9 +4,9 @@ Torch's own functions take a step with gradients of zero where an optimizer has 
 and then ask for the state of each parameter. Here an optimizer has after a load what it had when it was saved.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -154,51 +154,86 @@ def load_by_name(module: nn.Module, optimizer: Optimizer, state: State, strict: 
     Raises:
         KeyError: The checkpoint does not know a parameter, and ``strict`` is set.
     """
-    names = names_of(module)
-    add_groups(module, optimizer, state["param_groups"])
-    saved = {name: group for group in state["param_groups"] for name in group["params"]}
-    numbers: dict[str, int] = {}
-    groups = []
-    for group in optimizer.param_groups:
-        own = [names[parameter] for parameter in group["params"]]
-        unknown = [name for name in own if name not in saved]
-        if unknown and strict:
-            raise KeyError(
-                f"The checkpoint's optimizer has no parameter {unknown[0]!r}, and lacks {len(unknown)} of a group in"
-                " all. Is it one of these optimizers?"
-            )
-        for name in own:
-            numbers[name] = len(numbers)
-        options = next((saved[name] for name in own if name in saved), group)
-        groups.append({**options, "params": [numbers[name] for name in own]})
+    names = {parameter: [name] for parameter, name in names_of(module).items()}
+    add_groups(module, optimizer, state["param_groups"], names)
+    numbered = Numbered.of(optimizer, state["param_groups"], names, strict)
+    numbers = {name: number for parameter, number in numbered.numbers.items() for name in names[parameter]}
     states = {numbers[name]: value for name, value in state.get("state", {}).items() if name in numbers}
-    optimizer.load_state_dict({"state": states, "param_groups": groups})
+    optimizer.load_state_dict({"state": states, "param_groups": numbered.groups})
+
+
+class Numbered(NamedTuple):
+    """An optimizer's parameters by numbers, as its own method loads them.
+
+    Attributes:
+        numbers: The number of each parameter.
+        groups: The groups of these numbers, with the settings that were saved.
+        saved: The names of all parameters that the checkpoint knows.
+    """
+
+    numbers: dict[Tensor, int]
+    groups: list[State]
+    saved: set[str]
+
+    @classmethod
+    def of(
+        cls, optimizer: Optimizer, groups: Iterable[Mapping[str, Any]], names: Mapping[Any, list[str]], strict: bool
+    ) -> "Numbered":
+        """Returns an optimizer's parameters, each group with the settings of its first parameter that was saved.
+
+        Args:
+            optimizer: The optimizer.
+            groups: All groups that were saved, with the names of parameters.
+            names: For each parameter of the optimizer, the names of all that it is made of.
+            strict: Whether it is an error if a parameter was not saved.
+
+        Raises:
+            KeyError: One was not, and ``strict`` is set.
+        """
+        saved = {name: group for group in groups for name in group["params"]}
+        numbers: dict[Tensor, int] = {}
+        own_groups = []
+        for group in optimizer.param_groups:
+            own = [name for parameter in group["params"] for name in names[parameter]]
+            unknown = [name for name in own if name not in saved]
+            if unknown and strict:
+                raise KeyError(
+                    f"The checkpoint's optimizer has no parameter {unknown[0]!r}, and lacks {len(unknown)} of a group"
+                    " in all. Is it one of these optimizers?"
+                )
+            for parameter in group["params"]:
+                numbers[parameter] = len(numbers)
+            options = next((saved[name] for name in own if name in saved), group)
+            own_groups.append({**options, "params": [numbers[parameter] for parameter in group["params"]]})
+        return cls(numbers, own_groups, set(saved))
 
 
 def load_flat(module: nn.Module, optimizer: Optimizer, state: State) -> None:
     """Loads a state into an optimizer of FSDP's parameters, in the context of a full or a sharded ``state``."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-    add_groups(module, optimizer, state["param_groups"])
+    add_groups(module, optimizer, state["param_groups"], {of: [name] for of, name in names_of(module).items()})
     flat = FSDP.optim_state_dict_to_load(optim_state_dict=state, model=module, optim=optimizer)
     optimizer.load_state_dict(flat)
 
 
-def add_groups(module: nn.Module, optimizer: Optimizer, groups: list[Mapping[str, Any]]) -> None:
+def add_groups(
+    module: nn.Module, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], names: Mapping[Any, list[str]]
+) -> None:
     """Adds to an optimizer the groups that were added to it before it was saved, and makes their parameters trainable.
 
     Args:
         module: The module that is optimized.
         optimizer: The optimizer.
         groups: All groups that were saved, with the names of parameters.
+        names: For each parameter of the module, the names of all that it is made of.
     """
-    names = names_of(module)
-    own = [{names.get(parameter) for parameter in group["params"]} for group in optimizer.param_groups]
+    own = [{name for parameter in group["params"] for name in names[parameter]} for group in optimizer.param_groups]
     if len(groups) <= len(own) or [set(group["params"]) for group in groups[: len(own)]] != own:
         return
-    parameters = {name: parameter for parameter, name in names.items()}
+    parameters = {name: parameter for parameter, those in names.items() for name in those}
     for group in groups[len(own) :]:
-        added = [parameters[name] for name in group["params"]]
+        added = list(dict.fromkeys(parameters[name] for name in group["params"]))
         _unfreeze(module, added)
         optimizer.add_param_group({**group, "params": added})
 

@@ -1,0 +1,160 @@
+"""The states of optimizers of FSDP's parameters, made in the layout that these have on a rank, to be loaded into."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning.fabric.storage.strategies import load_targets
+from lightning.fabric.storage.strategies.flat_parts import FlatPart
+from lightning.fabric.storage.strategies.optimizer_state import Numbered
+
+#: The entries of a checkpoint, or of a part of one, by the path to each.
+Entries = Mapping[tuple[Any, ...], Any]
+#: Those of each part of the state of a parameter, by the path with its key.
+_Saved = dict[tuple[Any, ...], dict[tuple[Any, ...], Any]]
+
+
+def whole_targets(entries: Entries) -> dict[str, Any]:
+    """Returns a tree of all that a checkpoint has below some paths, with empty tensors in host memory."""
+    from torch.distributed.checkpoint._nested_dict import set_element
+
+    tree: dict[str, Any] = {}
+    for path, entry in entries.items():
+        is_tensor = hasattr(entry, "size")
+        set_element(tree, path, torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None)
+    return tree
+
+
+class LocalStates:
+    """The states of an optimizer's parameters on this rank.
+
+    A state of the shape of its parameter is sharded like that: parameters that are one flat parameter have theirs in
+    one tensor. Anything else is loaded as it was saved.
+
+    Args:
+        optimizer: The optimizer. Its own tensors are loaded into, where they fit.
+        numbered: Its parameters and groups as they are to be.
+        parts: This rank's parts of the model's parameters that are sharded.
+        names: The names of all parameters that a parameter of the optimizer is made of.
+        entries: The optimizer's entries in the checkpoint.
+
+    Attributes:
+        targets: The tensors to load into, and places for other objects, by names and the keys of states.
+
+    Raises:
+        ValueError: The checkpoint has a state that flat parameters cannot have.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        numbered: Numbered,
+        parts: Iterable[FlatPart],
+        names: Mapping[Tensor, list[str]],
+        entries: Entries,
+    ) -> None:
+        self.targets: dict[str, Any] = {}
+        self._optimizer = optimizer
+        self._numbered = numbered
+        #: The tensors of parameters that have a state here, and the names of those parameters.
+        self._local: dict[Tensor, tuple[dict[str, Tensor], list[str]]] = {}
+        saved: dict[str, _Saved] = {}
+        for (first, *path), entry in entries.items():
+            if first == "state":
+                saved.setdefault(path[0], {}).setdefault(tuple(path[1:2]), {})[tuple(path)] = entry
+        of: dict[Tensor, list[FlatPart]] = {}
+        for part in parts:
+            of.setdefault(part.parameter, []).append(part)
+        for parameter in numbered.numbers:
+            own = {name: saved[name] for name in names[parameter] if name in saved}
+            if own:
+                self._add(parameter, own, of.get(parameter))
+        #: What the optimizer keeps beside the states of parameters.
+        self._others = [name for name in saved if name not in numbered.saved]
+        for name in self._others:
+            self._add_whole(saved[name].values())
+
+    def put_in(self) -> None:
+        """Makes what has been loaded the optimizer's state.
+
+        Raises:
+            ValueError: Parameters that are one flat parameter have different states.
+        """
+        states: dict[Any, Any] = {name: self.targets[name] for name in self._others}
+        for parameter, (local, names) in self._local.items():
+            states[self._numbered.numbers[parameter]] = state = dict(local)
+            for key in self.targets[names[0]].keys() - local.keys():
+                state[key], *others = [self.targets[name][key] for name in names]
+                if any(not _is_equal(state[key], other) for other in others):
+                    raise _different(names, key)
+        self._optimizer.load_state_dict({"state": states, "param_groups": self._numbered.groups})
+
+    def _add(self, parameter: Tensor, states: dict[str, _Saved], parts: list[FlatPart] | None) -> None:
+        """Adds targets for the states of the parameters that one is made of; ``parts`` are theirs, if it is sharded."""
+        shapes = {part.name: part.shape for part in parts} if parts else dict.fromkeys(states, parameter.shape)
+        if parts and not parts[0].is_replicated:
+            _refuse_other_shapes(states, shapes)
+        if parts and not parts[0].held:  # an optimizer keeps nothing of it on this rank
+            return
+        local: dict[str, Tensor] = {}
+        self._local[parameter] = local, list(states)
+        keys = next(iter(states.values())).keys()
+        for path in keys:
+            if any(state.keys() != keys for state in states.values()):
+                raise _different(list(states), *path)
+            entries = {name: state[path].get((name, *path)) for name, state in states.items()}
+            if all(entry is not None and _is_like(entry, shapes[name]) for name, entry in entries.items()):
+                dtype = next(iter(entries.values())).properties.dtype
+                tensor = local[path[0]] = self._room(parameter, path[0], dtype, len(entries) < len(shapes))
+                for part in parts or ():
+                    if part.name in states:
+                        self.targets.setdefault(part.name, {})[path[0]] = part.state(tensor)
+                if parts is None:
+                    self.targets.setdefault(next(iter(states)), {})[path[0]] = tensor
+                continue
+            if len(entries) < len(shapes):
+                raise _different(list(shapes), *path)
+            self._add_whole(state[path] for state in states.values())
+
+    def _add_whole(self, several: Iterable[Entries]) -> None:
+        for entries in several:
+            for name, state in whole_targets(entries).items():
+                self.targets.setdefault(name, {}).update(state)
+
+    def _room(self, parameter: Tensor, key: str, dtype: torch.dtype, is_partial: bool) -> Tensor:
+        """Returns the optimizer's own tensor, or an empty one; one with zeros if not all of it is to be loaded."""
+        if is_partial:
+            return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+        own = self._optimizer.state.get(parameter, {}).get(key)
+        fits = type(own) is Tensor and load_targets.is_writable(own) and own.shape == parameter.shape
+        if fits and (own.dtype, own.device) == (dtype, parameter.device):
+            return own.detach()
+        return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+
+
+def _refuse_other_shapes(states: Mapping[str, _Saved], shapes: Mapping[str, torch.Size]) -> None:
+    for name, state in states.items():
+        for entry in (entry for entries in state.values() for entry in entries.values()):
+            if getattr(entry, "size", ()) and entry.size != shapes[name]:
+                raise ValueError(
+                    f"The checkpoint's optimizer has a state of the shape {list(entry.size)} of {name!r}, whose shape is"
+                    f" {list(shapes[name])}. FSDP shards only states of the shapes of their parameters."
+                )
+
+
+def _is_like(entry: Any, shape: torch.Size) -> bool:
+    return bool(shape) and getattr(entry, "size", None) == shape
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else bool(one == other)
+
+
+def _different(names: list[str], key: str = "the parts") -> ValueError:
+    return ValueError(
+        f"{key!r} of the checkpoint's optimizer states of {', '.join(names)} is not the same for all, and FSDP keeps one"
+        " state of them, for they are in one flat parameter: load the checkpoint with `use_orig_params=True`."
+    )
