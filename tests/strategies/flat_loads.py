@@ -5,11 +5,14 @@ rank has after a load is asked of FSDP itself, which gathers it.
 """
 
 import itertools
+import logging
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +20,16 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed._composable.fsdp import fully_shard
 from torch.distributed._tensor import distribute_tensor  # its name in PyTorch 2.4 too
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType as Kind
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 from lightning.fabric import Fabric
-from lightning.fabric.storage.strategies import model_parallel
+from lightning.fabric.storage.strategies import fsdp, model_parallel
 from lightning.fabric.storage.strategies.load_targets import clean_name
 from lightning.fabric.strategies import FSDPStrategy
 from lightning.fabric.wrappers import _FabricModule
@@ -106,7 +112,7 @@ MODES = [
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Writes checkpoints, or loads each in many modes and returns what is not as it should be."""
+    """Writes checkpoints, or loads each in several ways and returns what is not as it should be."""
     fabric = Fabric(accelerator="cpu", devices=job["world"], strategy=CPUFSDPStrategy(state_dict_type="sharded"))
     fabric.launch()
     if job["does"] == "write":
@@ -114,38 +120,161 @@ def run(job: Job) -> dict[str, Any]:
             WRITERS[writer](fabric, path)
         return {}
     found = {}
-    for mode in itertools.starmap(Mode, job["modes"]):
+    for way, *arguments in job["ways"]:
         for path in job["paths"]:
-            if path.endswith("inner") != (mode.special == "inner"):  # which has other names
-                continue
             try:
-                told = list(_differences(fabric, path, mode))
+                told = list(WAYS[way](fabric, path, *arguments))
             except Exception as error:
                 told = [f"{type(error).__name__}: {error}"]
-            found[f"{Path(path).name} into {mode}"] = [one[:300] for one in told[:3]]
+            found[f"{'/'.join(Path(path).parts[-2:])} {way} {arguments}"] = [one[:600] for one in told[:3]]
     return {"different": {name: told for name, told in found.items() if told}, "count": len(found)}
 
 
-def _differences(fabric: Fabric, path: str, mode: Mode) -> Iterator[str]:
-    module, optimizers = made(5.0, mode)
-    if mode.special == "stateful":
+def _load(fabric: Fabric, path: str, *mode: Any) -> Iterator[str]:
+    """Loads into a module in one of :data:`MODES`, of which nothing is gathered meanwhile."""
+    how = Mode(*mode)
+    if path.endswith("inner") != (how.special == "inner"):  # which has other names
+        return
+    module, optimizers = made(5.0, how)
+    if how.special == "stateful":
         fill(module, optimizers, 5.0)
-    if mode.special == "unsharded":
+    if how.special == "unsharded":
         module.eval()
         module(torch.ones(2, 7))
         module.train()
     target: Any = module
-    if mode.special == "compiled":  # as Fabric sets one up
+    if how.special == "compiled":  # as Fabric sets one up
         target = _FabricModule(torch.compile(module, backend="eager"), fabric.strategy.precision)
     state = {MODEL: target, **optimizers, "epoch": 0}
-    rest = fabric.load(path, state)
+    before = _addresses(module, optimizers)
+    with _nothing_gathered():
+        rest = fabric.load(path, state)
+    after = _addresses(module, optimizers)
+    if before != {name: after.get(name, at) for name, at in before.items()}:  # but for states that there are no more
+        yield "there are other tensors than before"
     if (state["epoch"], rest) != (3, {"note": "rest"}):
         yield f"epoch {state['epoch']}, and {rest} besides"
-    yield from _compare(full_state(module, optimizers), path.endswith("frozen"))
+    yield from _compare(full_state(module, optimizers), path)
 
 
-def _compare(state: dict[str, Any], frozen: bool) -> Iterator[str]:
+def _addresses(module: FSDP, optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, int]:
+    """Returns where the tensors of this rank are."""
+    named = {f"{name} itself": parameter for name, parameter in module.named_parameters()}
+    for key, optimizer in optimizers.items():
+        for name, parameter in module.named_parameters():
+            for part, value in optimizer.state.get(parameter, {}).items():
+                if value.dim():
+                    named[f"{key} {name} {part}"] = value
+    return {name: tensor.data_ptr() for name, tensor in named.items()}
+
+
+@contextmanager
+def _nothing_gathered() -> Iterator[None]:
+    with (
+        patch.object(FlatParamHandle, "unshard", side_effect=AssertionError("something is gathered")),
+        patch.object(fsdp, "load_module", side_effect=AssertionError("FSDP's own functions are used")),
+    ):
+        yield
+
+
+def _load_by_stock(fabric: Fabric, path: str, *mode: Any) -> Iterator[str]:
+    """Loads with torch alone."""
+    module, optimizers = made(5.0, Mode(*mode))
+    with FSDP.state_dict_type(module, Kind.SHARDED_STATE_DICT):
+        own = module.state_dict()
+        dcp.load({MODEL: own}, storage_reader=dcp.FileSystemReader(path))
+        module.load_state_dict(own)
+        sized = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        for key, optimizer in optimizers.items():
+            state = load_sharded_optimizer_state_dict(sized, key, dcp.FileSystemReader(path))[key]
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(module, optimizer, state))
+    yield from _compare(full_state(module, optimizers), path)
+
+
+def _load_by_fsdp2(fabric: Fabric, path: str) -> Iterator[str]:
+    net, optimizers = _made_by_fsdp2(fabric, 5.0)
+    model_parallel.load_state(path, {MODEL: net, **optimizers}, True, False, None)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
+    states = {key: get_optimizer_state_dict(net, one, options=options) for key, one in optimizers.items()}
+    yield from _compare({MODEL: get_model_state_dict(net, options=options), **states}, path)
+
+
+class Hooked(Unit):
+    """Has a method of its own to load a state, which takes whole tensors."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        self.total = sum(float(value.sum()) for name, value in state_dict.items() if name == f"{prefix}linear.weight")
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+class OwnFSDP(FSDP):
+    """Does perhaps something of its own."""
+
+
+def _load_by_fsdps_own(fabric: Fabric, path: str, why: str) -> Iterator[str]:
+    """Loads modules of which FSDP alone has the state."""
+    net = network(5.0)
+    unit = net.units[0]
+    if why == "method":
+        unit.__class__ = Hooked
+    if why == "hook":
+        unit._register_load_state_dict_pre_hook(lambda state, prefix, *_: state[f"{prefix}linear.weight"].sum().item())
+    for parent, name in ((net, "odd"), (net.units[1], "0"), (net.units, "1"), (net.units, "0")):
+        setattr(parent, name, FSDP(getattr(parent, name), device_id=torch.device("cpu"), use_orig_params=True))
+    module = (OwnFSDP if why == "class" else FSDP)(net, device_id=torch.device("cpu"), use_orig_params=True)
+    optimizers = optimizers_of(module, 5.0)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.fabric.storage.strategies.flat_shards")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    for _ in range(2):
+        fabric.load(path, {MODEL: module, **optimizers})
+    logger.removeHandler(handler)
+    if [WHY[why] in line for line in lines] != [True] * (fabric.global_rank == 0):
+        yield f"the log has {lines}"
+    yield from _compare(full_state(module, optimizers), path)
+    if why == "method" and unit.total != values_of("units.0.linear.weight", (7, 7), 1.0).sum():
+        yield f"the module saw {unit.total}"
+
+
+#: The end of a line in the log, by the reason.
+WHY = {"method": "units.0 has Hooked._load_from_state_dict", "hook": "units.0 has", "class": "OwnFSDP is a class"}
+
+
+def _refuse(fabric: Fabric, path: str, what: str, orig: bool, strict: bool = True) -> Iterator[str]:
+    """Loads what does not fit, and yields the error; after one, the parameters are as they were."""
+    net = network(5.0)
+    if what == "shape":
+        net.units[0].norm = nn.LayerNorm((7, 2))
+    if what == "type":
+        net.units[0].to(torch.float64)
+    if what == "missing":
+        net.units[0].more = nn.Linear(2, 2)
+    for parent, name in ((net.units[1], "0"), (net.units, "0")):
+        setattr(parent, name, FSDP(getattr(parent, name), device_id=torch.device("cpu"), use_orig_params=orig))
+    module = FSDP(net, device_id=torch.device("cpu"), use_orig_params=orig)
+    state: dict[str, Any] = {MODEL: module}
+    if what == "optimizer":
+        state["other"] = torch.optim.SGD(module.parameters(), lr=1.0)
+    if what == "parameter":
+        state["adam"] = torch.optim.SGD(module.parameters(), lr=1.0)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    try:
+        fabric.load(path, state, strict=strict)
+    except Exception as error:
+        yield f"{type(error).__name__}: {error}"
+        yield str(all(map(torch.equal, before, module.parameters())))
+    else:
+        with FSDP.state_dict_type(module, Kind.FULL_STATE_DICT, *_FULL):
+            weight = module.state_dict()["units.0.linear.weight"]
+        yield str(torch.equal(weight, values_of("units.0.linear.weight", (7, 7), 1.0).to(weight.dtype)))
+
+
+def _compare(state: dict[str, Any], path: str) -> Iterator[str]:
     """Yields where a state is not the one of :func:`values_of` with a scale of 1."""
+    frozen = path.endswith("frozen")
     like = Network().state_dict()
     if state[MODEL].keys() != like.keys():
         yield f"names {sorted(state[MODEL].keys() ^ like.keys())}"
@@ -296,18 +425,22 @@ def _write_flat(fabric: Fabric, path: str, mode: Mode = Mode()) -> None:
     fabric.save(path, {MODEL: module, **optimizers, **REST})
 
 
-def _write_fsdp2(fabric: Fabric, path: str) -> None:
+def _made_by_fsdp2(fabric: Fabric, scale: float) -> tuple[nn.Module, dict[str, torch.optim.Optimizer]]:
     mesh = init_device_mesh("cpu", (fabric.world_size,))
-    net = network(1.0)
+    net = network(scale)
     for part in (net.odd, net.units[0], net.units[1][0], net):
         fully_shard(part, mesh=mesh)
-    optimizers = optimizers_of(net, 1.0)
+    return net, optimizers_of(net, scale)
+
+
+def _write_fsdp2(fabric: Fabric, path: str) -> None:
+    net, optimizers = _made_by_fsdp2(fabric, 1.0)
     for key, optimizer in optimizers.items():
         for name, parameter in net.named_parameters():
             if _group_of(name) in GROUPS[key]:
                 state = states_of(key, name, 1.0)
                 optimizer.state[parameter] = {
-                    part: distribute_tensor(value, mesh, parameter.placements) if value.dim() else value
+                    part: distribute_tensor(value, parameter.device_mesh, parameter.placements) if value.dim() else value
                     for part, value in state.items()
                 }
     model_parallel.save_state(path, {MODEL: net, **optimizers, **REST}, full=False)
@@ -326,4 +459,11 @@ WRITERS = {
     "fsdp-hybrid": partial(_write_flat, mode=Mode("HYBRID_SHARD")),
     "fsdp-inner": partial(_write_flat, mode=Mode(special="inner")),
     "fsdp2": _write_fsdp2,
+}
+WAYS = {
+    "load": _load,
+    "load_by_stock": _load_by_stock,
+    "load_by_fsdp2": _load_by_fsdp2,
+    "load_by_fsdps_own": _load_by_fsdps_own,
+    "refuse": _refuse,
 }

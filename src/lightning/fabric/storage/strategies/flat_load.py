@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning.fabric.storage.strategies import flat_shards, load_targets, optimizer_state
 from lightning.fabric.storage.strategies.checkpoint_load import load_shards
 from lightning.fabric.storage.strategies.flat_parts import FlatPart
-from lightning.fabric.storage.strategies.flat_states import Entries, LocalStates, whole_targets
+from lightning.fabric.storage.strategies.flat_states import Entries, LocalStates, add_whole
 
 if TYPE_CHECKING:
     from lightning.fabric.storage.strategies.checkpoint_place import FoundCheckpoint
@@ -89,7 +89,7 @@ def _load_groups(saved: Mapping[str, Entries], found: "FoundCheckpoint") -> dict
     for key, entries in saved.items():
         if not entries:
             raise optimizer_state.unknown_optimizer(key)
-        targets[key] = whole_targets({path: entry for path, entry in entries.items() if path[0] == "param_groups"})
+        add_whole(targets.setdefault(key, {}), {path: it for path, it in entries.items() if path[0] == "param_groups"})
     if targets:
         load_shards(targets, found)
     return {key: target["param_groups"] for key, target in targets.items()}

@@ -17,15 +17,13 @@ Entries = Mapping[tuple[Any, ...], Any]
 _Saved = dict[tuple[Any, ...], dict[tuple[Any, ...], Any]]
 
 
-def whole_targets(entries: Entries) -> dict[str, Any]:
-    """Returns a tree of all that a checkpoint has below some paths, with empty tensors in host memory."""
+def add_whole(tree: dict[str, Any], entries: Entries) -> None:
+    """Adds to a tree all that a checkpoint has at some paths, with empty tensors in host memory."""
     from torch.distributed.checkpoint._nested_dict import set_element
 
-    tree: dict[str, Any] = {}
     for path, entry in entries.items():
         is_tensor = hasattr(entry, "size")
         set_element(tree, path, torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None)
-    return tree
 
 
 class LocalStates:
@@ -63,7 +61,7 @@ class LocalStates:
         self._local: dict[Tensor, tuple[dict[str, Tensor], list[str]]] = {}
         saved: dict[str, _Saved] = {}
         for (first, *path), entry in entries.items():
-            if first == "state":
+            if path and first == "state":  # there is one without a path if all are empty
                 saved.setdefault(path[0], {}).setdefault(tuple(path[1:2]), {})[tuple(path)] = entry
         of: dict[Tensor, list[FlatPart]] = {}
         for part in parts:
@@ -75,7 +73,8 @@ class LocalStates:
         #: What the optimizer keeps beside the states of parameters.
         self._others = [name for name in saved if name not in numbered.saved]
         for name in self._others:
-            self._add_whole(saved[name].values())
+            for those in saved[name].values():
+                add_whole(self.targets, those)
 
     def put_in(self) -> None:
         """Makes what has been loaded the optimizer's state.
@@ -117,12 +116,8 @@ class LocalStates:
                 continue
             if len(entries) < len(shapes):
                 raise _different(list(shapes), *path)
-            self._add_whole(state[path] for state in states.values())
-
-    def _add_whole(self, several: Iterable[Entries]) -> None:
-        for entries in several:
-            for name, state in whole_targets(entries).items():
-                self.targets.setdefault(name, {}).update(state)
+            for state in states.values():
+                add_whole(self.targets, state[path])
 
     def _room(self, parameter: Tensor, key: str, dtype: torch.dtype, is_partial: bool) -> Tensor:
         """Returns the optimizer's own tensor, or an empty one; one with zeros if not all of it is to be loaded."""
