@@ -1,4 +1,4 @@
-"""FSDP's modules, in every mode, load sharded checkpoints of any origin: each value and each setting as it was saved."""
+"""FSDP's modules, in every mode, load sharded checkpoints of any origin: each value and setting as it was saved."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -89,7 +89,7 @@ def test_modules_that_need_whole_tensors_are_loaded_by_fsdp_itself_with_one_line
     ("what", "error"),
     [
         ("shape", "ValueError: The parameter 'units.0.norm.weight' has the shape [7, 2], and in the checkpoint [7]"),
-        ("type", "ValueError: The parameter 'units.0.linear.weight' is of torch.float64, and in the checkpoint of torch"),
+        ("type", "ValueError: The parameter 'units.0.linear.weight' is of torch.float64, and in the checkpoint"),
         ("missing", "RuntimeError: Could not load the sharded checkpoint"),
         ("optimizer", "KeyError: \"The checkpoint has no optimizer 'other'"),
         ("parameter", "KeyError: \"The checkpoint's optimizer has no parameter 'one'"),

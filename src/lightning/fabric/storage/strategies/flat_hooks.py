@@ -33,8 +33,9 @@ def free_gathered(module: nn.Module) -> None:
 
     for unit in FSDP.fsdp_modules(module):
         handle = unit._handle
-        is_used = handle is not None and hasattr(handle.flat_param, "_local_shard")
-        if is_used and handle.uses_sharded_strategy and not handle.needs_unshard():
+        if handle is None or not hasattr(handle.flat_param, "_local_shard"):  # it was never used
+            continue
+        if handle.uses_sharded_strategy and not handle.needs_unshard():
             _reshard(unit, handle, True)
 
 

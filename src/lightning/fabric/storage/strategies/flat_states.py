@@ -1,7 +1,7 @@
 """The states of optimizers of FSDP's parameters, made in the layout that these have on a rank, to be loaded into."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -105,16 +105,15 @@ class LocalStates:
             if any(state.keys() != keys for state in states.values()):
                 raise _different(list(states), *path)
             entries = {name: state[path].get((name, *path)) for name, state in states.items()}
-            if all(entry is not None and _is_like(entry, shapes[name]) for name, entry in entries.items()):
-                dtype = next(iter(entries.values())).properties.dtype
-                tensor = local[path[0]] = self._room(parameter, path[0], dtype, len(entries) < len(shapes))
-                for part in parts or ():
-                    if part.name in states:
-                        self.targets.setdefault(part.name, {})[path[0]] = part.state(tensor)
-                if parts is None:
-                    self.targets.setdefault(next(iter(states)), {})[path[0]] = tensor
+            is_partial = len(entries) < len(shapes)
+            if all(_is_like(entry, shapes[name]) for name, entry in entries.items()):
+                dtype: torch.dtype = next(iter(entries.values())).properties.dtype  # type: ignore[union-attr]
+                local[path[0]] = tensor = self._room(parameter, path[0], dtype, is_partial)
+                places = {part.name: part.state(tensor) for part in parts or ()} or dict.fromkeys(states, tensor)
+                for name in states:
+                    self.targets.setdefault(name, {})[path[0]] = places[name]
                 continue
-            if len(entries) < len(shapes):
+            if is_partial:
                 raise _different(list(shapes), *path)
             for state in states.values():
                 add_whole(self.targets, state[path])
@@ -126,7 +125,7 @@ class LocalStates:
         own = self._optimizer.state.get(parameter, {}).get(key)
         fits = type(own) is Tensor and load_targets.is_writable(own) and own.shape == parameter.shape
         if fits and (own.dtype, own.device) == (dtype, parameter.device):
-            return own.detach()
+            return cast(Tensor, own.detach())
         return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
 
 
@@ -135,8 +134,8 @@ def _refuse_other_shapes(states: Mapping[str, _Saved], shapes: Mapping[str, torc
         for entry in (entry for entries in state.values() for entry in entries.values()):
             if getattr(entry, "size", ()) and entry.size != shapes[name]:
                 raise ValueError(
-                    f"The checkpoint's optimizer has a state of the shape {list(entry.size)} of {name!r}, whose shape is"
-                    f" {list(shapes[name])}. FSDP shards only states of the shapes of their parameters."
+                    f"The checkpoint's optimizer has a state of the shape {list(entry.size)} of {name!r}, which has the"
+                    f" shape {list(shapes[name])}. FSDP shards only states of the shapes of their parameters."
                 )
 
 
@@ -150,6 +149,6 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 def _different(names: list[str], key: str = "the parts") -> ValueError:
     return ValueError(
-        f"{key!r} of the checkpoint's optimizer states of {', '.join(names)} is not the same for all, and FSDP keeps one"
-        " state of them, for they are in one flat parameter: load the checkpoint with `use_orig_params=True`."
+        f"The checkpoint's optimizer has another {key!r} of {names[0]!r} than of one of {names[1:]}, or none. FSDP"
+        " keeps one state of them all, for they are one flat parameter: load it with `use_orig_params=True`."
     )

@@ -157,7 +157,7 @@ def load_by_name(module: nn.Module, optimizer: Optimizer, state: State, strict: 
     names = {parameter: [name] for parameter, name in names_of(module).items()}
     add_groups(module, optimizer, state["param_groups"], names)
     numbered = Numbered.of(optimizer, state["param_groups"], names, strict)
-    numbers = {name: number for parameter, number in numbered.numbers.items() for name in names[parameter]}
+    numbers = {name: numbered.numbers[of] for of, (name,) in names.items() if of in numbered.numbers}
     states = {numbers[name]: value for name, value in state.get("state", {}).items() if name in numbers}
     optimizer.load_state_dict({"state": states, "param_groups": numbered.groups})
 
