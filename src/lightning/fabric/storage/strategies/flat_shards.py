@@ -97,13 +97,7 @@ def _parts_of_unit(prefix: str, unit: "FullyShardedDataParallel") -> Iterator[Fl
     others: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
     for tied in flat._shared_param_infos:
         others.setdefault((tied.prim_module, tied.prim_param_name), []).append((tied.module, tied.param_name))
-    orders = [range(len(shape)) for shape in flat._shapes]
-    if hasattr(flat, "_contiguities"):  # older releases flatten everything in row-major order
-        columns = flat._contiguities, flat._shapes, flat._strides
-        orders = [
-            range(len(shape)) if own else _dims_of(shape, strides) for own, shape, strides in zip(*columns, strict=True)
-        ]
-    columns = flat._fqns, flat._shapes, orders, flat._param_infos, flat._shard_param_infos
+    columns = flat._fqns, flat._shapes, _orders_of(flat), flat._param_infos, flat._shard_param_infos
     for at, (fqn, shape, dims, owner, info) in enumerate(zip(*columns, strict=True)):
         if flat._param_extensions[at] is not None:
             raise _Undescribed(f"{fqn!r} is sharded in another way, too")
@@ -115,13 +109,22 @@ def _parts_of_unit(prefix: str, unit: "FullyShardedDataParallel") -> Iterator[Fl
             parameter=flat._params[at] if flat._params is not None else flat,
             owners=[own, *others.get(own, ())],
             shape=torch.Size(shape),
-            dims=tuple(dims),
+            dims=dims,
             range=(start, start + size),
             offset=info.offset_in_shard if size and flat._params is None else 0,
             held=size if flat._params is not None else len(shard),
             is_replicated=not handle.uses_sharded_strategy,
             local=shard.narrow(0, info.offset_in_shard if size else 0, size),
         )
+
+
+def _orders_of(flat: Any) -> list[tuple[int, ...]]:
+    """Returns the order of dimensions in which each parameter is flattened."""
+    row_major = [tuple(range(len(shape))) for shape in flat._shapes]
+    if not hasattr(flat, "_contiguities"):  # older releases flatten everything so
+        return row_major
+    columns = flat._contiguities, row_major, flat._shapes, flat._strides
+    return [dims if is_own else _dims_of(shape, by) for is_own, dims, shape, by in zip(*columns, strict=True)]
 
 
 def _dims_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
@@ -280,7 +283,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any] |
                 found |= {part.name: _part_of(state, part) for part in own_parts if part not in absent}
             elif state is not None:
                 found[names[-1]] = dict(state)
-        like = next((found[name] for name in names if name in found), {})
+        like: dict[str, Any] = next((found[name] for name in names if name in found), {})
         found |= {part.name: part.nothing_of(like) for part in absent if like}
         groups.append({**group, "params": names})
     return {"state": {**found, **states}, "param_groups": groups}
