@@ -7,12 +7,17 @@ import zipfile
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import s3fs
+from botocore.loaders import JSONFileLoader
 from fsspec.implementations.ftp import FTPFileSystem
 
 from tests.servers import Bucket, Server, ftp_server, s3_server
+
+# Several processes share the cores: threads of torch that wait for each other would only take them from these
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # gcsfs reads it when it is imported. Otherwise it asks Google over gRPC what kind a bucket is of, for five minutes
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
@@ -23,6 +28,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest.register_assert_rewrite(
     "tests.storage.contract", "tests.storage.sharded.sharded_contract", "tests.storage.states", "tests.storage.stores"
 )
+
+_read_model = JSONFileLoader.load_file
+_models: dict[str, Any] = {}
+
+
+def _read_model_once(loader: JSONFileLoader, path: str) -> Any:
+    """What a file says of a service; each client reads that anew, which takes longer than most of what it is to do."""
+    if path not in _models:
+        _models[path] = _read_model(loader, path)
+    return _models[path]
+
+
+JSONFileLoader.load_file = _read_model_once
 
 
 def pytest_collection_finish() -> None:

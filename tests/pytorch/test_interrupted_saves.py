@@ -204,7 +204,7 @@ def test_a_save_that_failed_stops_all_ranks_at_the_same_step(
     job = {"checkpoint": {"every_n_train_steps": 5}, "failing": [0], "lag": None, "is_sharded": is_sharded}
     scores = [float(score) for score in range(12)]
     statuses, told = run_ranks(processes, tmp_path, scores=scores, late_rank=0, late_step=7, **job)
-    assert statuses == [1, 1]
+    assert statuses == [1, 1], [(tmp_path / f"output-{rank}.txt").read_text() for rank in (0, 1)]
     assert [one["step"] for one in told] == [7, 7]
     assert [one["known"][-1][1]["_last_checkpoint_saved"] for one in told] == ["", ""]
     reason = r"OSError: Could not save .*{}: rank 1: OSError: no room" if is_sharded else r"OSError: .*no room for .*{}"
@@ -219,7 +219,7 @@ def test_a_save_that_failed_fails_all_ranks_at_the_end_of_training(
     checkpoint: dict[str, Any], processes: Processes, tmp_path: Path
 ) -> None:
     statuses, told = run_ranks(processes, tmp_path, scores=[3.0, 2.0, 1.0], checkpoint=checkpoint, failing=[0])
-    assert statuses == [1, 1]
+    assert statuses == [1, 1], [(tmp_path / f"output-{rank}.txt").read_text() for rank in (0, 1)]
     for one, reason in zip(told, ["OSError: no room for", "OSError: rank 0: OSError: no room for"], strict=True):
         assert one["error"].startswith(reason)
         assert one["known"][-1] == told[0]["known"][-1]

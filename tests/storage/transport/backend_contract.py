@@ -119,9 +119,10 @@ class BackendContract:
     def _small_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(multipart, "SMALLEST_PART", 5 * MIB)
 
-    @pytest.fixture
-    def content(self) -> bytes:
-        return os.urandom(self.large)
+    @pytest.fixture(scope="class")
+    @classmethod
+    def content(cls) -> bytes:
+        return os.urandom(cls.large)
 
     @contextmanager
     def at(self, step: str, act: Act, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
