@@ -12,6 +12,8 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from lightning.fabric import Fabric
+from lightning.fabric.storage.collectives.errors import saving_together
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.utilities.spike import SpikeDetection, TrainingSpikeException
 from lightning.pytorch import Trainer
@@ -58,13 +60,14 @@ def test_the_list_of_batches_with_spikes_goes_to_the_url() -> None:
 
 
 def test_what_can_only_write_to_local_folders_refuses_urls() -> None:
-    strategy: Any = SimpleNamespace(broadcast=lambda path: path)
+    fabric = Fabric(accelerator="cpu", devices=1)
     fabrics = importlib.import_module("lightning.fabric.strategies.xla_fsdp").XLAFSDPStrategy
+    fabric._strategy = fabrics.__new__(fabrics)
     with pytest.raises(ValueError, match="'s3://bucket/x' is a URL, and XLAFSDPStrategy can only use a local folder"):
-        fabrics.save_checkpoint(strategy, "s3://bucket/x", {})
-    trainers = importlib.import_module("lightning.pytorch.strategies.deepspeed").DeepSpeedStrategy
+        fabric.save("s3://bucket/x", {})
+    deepspeed = importlib.import_module("lightning.pytorch.strategies.deepspeed").DeepSpeedStrategy
     with pytest.raises(ValueError, match="DeepSpeedStrategy can only use a local folder"):
-        trainers.save_checkpoint(strategy, {}, Path("s3://bucket/x"))
+        saving_together(deepspeed.__new__(deepspeed), Path("s3://bucket/x"))
     with pytest.raises(ValueError, match="registry, to which it downloads, can only use a local folder"):
         _determine_model_folder("model", "s3://bucket/root")
     assert _determine_model_folder("model", "root") == "root/model"

@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import IO
+from typing import IO, Any
 
 from fsspec.implementations.local import LocalFileSystem
 
@@ -121,8 +121,37 @@ class _LogFolder:
             self._mirror.drain()
 
 
+class _CopiedWriter:
+    """A base class of writers of events to a mirror's folder."""
+
+    copies: Mirror
+
+    def flush(self) -> None:
+        super().flush()  # type: ignore[misc]  # of the writer that is the next base class
+        self.copies.flush()
+
+    def close(self) -> None:
+        super().close()  # type: ignore[misc]
+        self.copies.drain()
+
+
 class EventFiles(_LogFolder):
     """The folder of TensorBoard's files of events, and a file of hyperparameters beside the folder's copy."""
+
+    def writer(self, kind: Any, folder: str, **kwargs: Any) -> Any:
+        """Makes a writer of events to ``folder``; where that is a URL, what flushes or closes it copies what is new.
+
+        Args:
+            kind: The class ``SummaryWriter`` of torch or tensorboardX.
+            folder: A local path or a URL.
+            kwargs: The writer's other arguments.
+        """
+        local = self.begin(folder)
+        if self._mirror is None:
+            return kind(log_dir=local, **kwargs)
+        writer = type(kind.__name__, (_CopiedWriter, kind), {})(log_dir=local, **kwargs)
+        writer.copies = self._mirror
+        return writer
 
     def isfile(self, path: str) -> bool:
         """Returns whether the place that is copied to has a file; see :meth:`Mirror.lacks`."""

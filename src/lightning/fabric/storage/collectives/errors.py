@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from lightning.fabric.storage.collectives.channel import RankGone, os_error_kind, rank_and_world_size, training_channel
+from lightning.fabric.storage.paths.location import only_local
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport.errors import context_kept
@@ -26,6 +27,8 @@ _T = TypeVar("_T")
 _NAMED = 4
 #: Words that may differ between ranks of which the rest of the message is the same.
 _OWN_WORD = re.compile(r"\S*\d\S*")
+#: Strategies whose checkpoints are written by a library of their own.
+_LOCAL_ONLY = ("DeepSpeedStrategy", "XLAFSDPStrategy")
 #: Seconds between two looks for a failure of another rank.
 _LOOK_S = 0.5
 
@@ -66,7 +69,14 @@ def together_in(strategy: Any, doing: str) -> AbstractContextManager[None]:
 
 
 def saving_together(strategy: Any, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
-    """Returns :func:`together_in` for a body that saves a checkpoint."""
+    """Returns :func:`together_in` for a body that saves a checkpoint.
+
+    Raises:
+        ValueError: ``path`` is a URL, and the strategy can only write to a local folder.
+    """
+    for kind in type(strategy).__mro__:
+        if kind.__name__ in _LOCAL_ONLY:
+            only_local(path, kind.__name__)
     return together_in(strategy, f"saving {redact(os.fspath(path))}")
 
 
