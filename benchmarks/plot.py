@@ -26,7 +26,7 @@ SCALE_PANELS = {
     "busiest": "Most writes in one second",
     "requests_usd": "Writes of a month, dollars",
 }
-SCALE_COLOURS = ("#8a8a8a", "#1f6fb4", "#e08a1e", "#3a9a4a")
+SCALE_COLOURS = ("#8a8a8a", "#1f6fb4", "#e08a1e", "#3a9a4a", "#a05fb4", "#b43a3a")
 
 
 def draw_bars(axes: Axes, results: dict[str, Any], name: str, row: Row, title: str, releases: list[str]) -> None:

@@ -1,8 +1,8 @@
 """Measures what planning a sharded save and its metadata cost, for many simulated ranks in one process.
 
-Run it with ``.venv/bin/python benchmarks/scale/planning.py RESULTS [--ranks N ...]``: the plans are torch's own (see
+Run it with ``.venv/bin/python benchmarks/scale/planning.py RESULTS [--ranks N ...]``: the plans are real ones (see
 ``plans.py``), and our writer does with them what rank zero would do. Each step is measured in processor time of the
-thread that does it, so that other work on the machine adds little. 1,024 ranks take 7 minutes and 4 GiB of memory.
+thread that does it, so that other work on the machine adds little. 1,024 ranks take ten minutes and 4 GiB of memory.
 """
 
 import argparse
@@ -94,10 +94,10 @@ class Crowd:
 
     rank, is_coordinator = 0, True
 
-    def __init__(self, world: int, steps: Steps, folder: Path) -> None:
+    def __init__(self, world: int, steps: Steps, folder: Path, plan_of: Callable[[int], SavePlan]) -> None:
         self.world_size = world
         self._steps, self._folder = steps, folder
-        self.plan: SavePlan  #: of rank zero, before it is joined with others
+        self._plan_of = plan_of  #: of a rank, before it is joined with others
         self.sizes: dict[str, int] = {}  #: of each step, the largest message of a rank and to a rank; pickled
         self._silent = iter(("assign", "commit"))
         self._written: list[bytes] = []
@@ -122,12 +122,12 @@ class Crowd:
     def _said(self, own: Any, rank: int) -> Any:
         """What a rank says, given what rank zero does."""
         if rank and isinstance(own, PackedPlan):
-            return PackedPlan.of(plans.moved(self.plan, rank))
+            return PackedPlan.of(self._plan_of(rank))
         return self._report(next(iter(own.files)), rank) if rank and isinstance(own, Report) else own
 
     def _report(self, name: str, rank: int) -> Report:
         """Given what rank zero has called its file. What the rank has written is there, with nothing in it."""
-        items = plans.moved(self.plan, rank).items
+        items = self._plan_of(rank).items
         written = [item for item, is_written in zip(items, self._written[rank], strict=True) if is_written]
         report = plans.report(SavePlan(written), name.replace("_0_", f"_{rank}_", 1))
         for file, described in report.files.items():
@@ -136,27 +136,55 @@ class Crowd:
         return report
 
 
-def save(world: int, folder: Path) -> tuple[Steps, dict[str, int]]:
-    """Saves twice; the plans of the second time are those of the first. Only rank zero writes, and small tensors."""
-    first, second = Steps(), Steps()
-    agreed, crowd = PlanCache(), Crowd(world, first, folder / "x.ckpt")
+def save_fsdp2(world: int, folder: Path) -> tuple[Steps, dict[str, int]]:
+    """Saves with FSDP2, as :func:`save`, and does what torch does for it."""
+    steps = Steps()
     with plans.rank_of(world, 0) as mesh:
-        state = plans.state(LAYERS, mesh)
-        with first.step("every rank: plan"):
-            shard = Shard.of(state, {"epoch": 1}, crowd)
-        with first.step("every rank: digest"):
-            hashlib.blake2b(b"".join(PackedPlan.of(shard.plan)))
+        shard = plan(plans.state(LAYERS, mesh), steps)
     plans.check(LAYERS, world, shard.plan)
-    crowd.plan = shard.plan
+    sizes = save(world, folder, shard, lambda rank: plans.moved(shard.plan, rank), steps)
+    return steps, {**sizes, **save_as_torch(world, shard.plan, steps)}
+
+
+def save_fsdp1(world: int, folder: Path) -> tuple[Steps, dict[str, int]]:
+    """Saves with FSDP1, as :func:`save`."""
+    steps = Steps()
+    shard = plan(plans.flat_state(LAYERS, world, 0), steps)
+
+    def plan_of(rank: int) -> SavePlan:
+        return Shard.of(plans.flat_state(LAYERS, world, rank), None, Another).plan
+
+    return steps, save(world, folder, shard, plan_of, steps)
+
+
+class Another:
+    """A group, as far as a plan needs it, to a rank that is not rank zero."""
+
+    is_coordinator = False
+
+
+def plan(state: dict[str, Any], steps: Steps) -> Shard:
+    """Makes the plan of rank zero."""
+    with steps.step("every rank: plan"):
+        shard = Shard.of(state, {"epoch": 1}, Crowd)
+    with steps.step("every rank: digest"):
+        hashlib.blake2b(b"".join(PackedPlan.of(shard.plan)))
+    return shard
+
+
+def save(world: int, folder: Path, shard: Shard, plan_of: Callable[[int], SavePlan], first: Steps) -> dict[str, int]:
+    """Saves twice; the plans of the second time are those of the first. Only rank zero writes, and small tensors."""
+    second = Steps()
+    agreed, crowd = PlanCache(), Crowd(world, first, folder / "x.ckpt", plan_of)
     shard = replace(shard, resolve=_small)
     ShardWriter(locate(folder / "x.ckpt"), crowd).save(lambda: shard, agreed)
     sizes = {**crowd.sizes, "metadata": (folder / "x.ckpt" / ".metadata").stat().st_size}
     content = (folder / "x.ckpt" / ".metadata").read_bytes()
     with first.step("every rank that loads: unpickle the metadata"):
         metadata_file.parse_metadata(content, locate(folder))
-    agreed.agree(lambda: shard.plan, Crowd(world, second, folder / "x.ckpt"))
+    agreed.agree(lambda: shard.plan, Crowd(world, second, folder / "x.ckpt", plan_of))
     first.steps |= {f"again: {name}": step for name, step in second.steps.items()}
-    return first, {**sizes, **save_as_torch(world, shard.plan, first)}
+    return sizes
 
 
 def _small(item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -185,12 +213,15 @@ def save_as_torch(world: int, plan: SavePlan, steps: Steps) -> dict[str, int]:
     return sizes
 
 
-def measure(world: int) -> dict[str, Any]:
+def measure(world: int, strategy: str) -> dict[str, Any]:
     """What a save of so many ranks costs; takes a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        steps, sizes = save(world, Path(folder))
+        steps, sizes = STRATEGIES[strategy](world, Path(folder))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"ranks": world, "steps": steps.steps, "bytes": {**sizes, "peak memory": peak}}
+
+
+STRATEGIES = {"fsdp2": save_fsdp2, "fsdp1": save_fsdp1}
 
 
 def main() -> None:
@@ -199,11 +230,12 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="where to write them, as JSON")
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024], help="powers of two, up to 1024")
     options = parser.parse_args()
-    measured = []
-    for ranks in options.ranks:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-            measured.append(pool.submit(measure, ranks).result())
-    print(of_planning(measured))
+    measured: dict[str, Any] = {}
+    for strategy in STRATEGIES:
+        for ranks in options.ranks:
+            with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+                measured.setdefault(strategy, []).append(pool.submit(measure, ranks, strategy).result())
+        print(of_planning(measured[strategy]))
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     options.results.write_text(json.dumps({"versions": versions, "planning": measured}, indent=1) + "\n")
 

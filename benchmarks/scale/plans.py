@@ -1,14 +1,15 @@
 """The plans of a large job's ranks, in one process: what torch's planner makes of a transformer's training state.
 
-The ranks share the parameters and both moments of Adam by rows (FSDP2); each has all ``step`` counters, as Adam does.
-The plan of rank zero is torch's own, of DTensors without data on a mesh of so many ranks; the others differ from it in
-the rows, which :func:`check` holds against torch's own plan of one of them.
+With FSDP2 the ranks share the parameters and both moments of Adam by rows; each has all ``step`` counters, as Adam
+does. The plan of rank zero is torch's own, of DTensors without data on a mesh of so many ranks; the others differ from
+it in the rows, which :func:`check` holds against torch's own plan of one of them. With FSDP1 each rank has a flat range
+of each decoder layer, and of all that is beside them; the plan of each is made by itself.
 """
 
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning.fabric.storage.sharded.checksums import BLOCK, FileRecords, Record
+from lightning.fabric.storage.sharded.flat_shard import FlatShard
 from lightning.fabric.storage.sharded.writer import Report
 
 HIDDEN, KEYS, INNER, VOCABULARY = 8192, 1024, 43008, 131072
@@ -64,7 +66,7 @@ def rank_of(world: int, rank: int) -> Iterator[DeviceMesh]:
 
 
 def state(layers: int, mesh: DeviceMesh) -> dict[str, Any]:
-    """What a rank gives to torch.distributed.checkpoint: tensors without data, but for the counters of Adam.
+    """What a rank of FSDP2 gives to torch.distributed.checkpoint: tensors without data, but for the counters of Adam.
 
     Raises:
         ValueError: So many ranks cannot share the rows evenly.
@@ -77,14 +79,38 @@ def state(layers: int, mesh: DeviceMesh) -> dict[str, Any]:
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
 
-    names = parameters(layers)
-    moments = {
-        name: {"step": torch.tensor(1.0), "exp_avg": part(shape), "exp_avg_sq": part(shape)}
-        for name, shape in names.items()
-    }
-    groups = [{"params": list(names), "lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}]
-    model = {name: part(shape) for name, shape in names.items()}
+    shapes = parameters(layers)
+    return _with_moments(list(shapes), list(shapes), lambda name: part(shapes[name]))
+
+
+def _with_moments(names: list[str], own: list[str], part: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+    """The state of a model with these parameters, and of an optimizer that has moments of its ``own`` ones."""
+    moments = {name: {"step": torch.tensor(1.0), "exp_avg": part(name), "exp_avg_sq": part(name)} for name in own}
+    groups = [{"params": names, "lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}]
+    model = {name: part(name) for name in names}
     return {"state_dict": model, "optimizer_0": {"state": moments, "param_groups": groups}}
+
+
+def flat_state(layers: int, world: int, rank: int) -> dict[str, Any]:
+    """What a rank of FSDP1 gives: flat ranges without data, but for the counters of those that it has values of."""
+    shapes = parameters(layers)
+    units: dict[str, list[str]] = {}
+    for name in shapes:
+        units.setdefault(name.split(".")[1] if name.startswith("layers.") else "", []).append(name)
+    ranges = {}
+    for names in units.values():
+        each = -(-sum(math.prod(shapes[name]) for name in names) // world)
+        at = 0
+        for name in names:
+            size = math.prod(shapes[name])
+            ranges[name] = [min(max(bound * each - at, 0), size) for bound in (rank, rank + 1)]
+            at += size
+
+    def part(name: str) -> FlatShard:
+        start, stop = ranges[name]
+        return FlatShard(torch.empty(stop - start, device="meta"), start, stop, shapes[name])
+
+    return _with_moments(list(shapes), [name for name, (start, stop) in ranges.items() if start < stop], part)
 
 
 def moved(plan: SavePlan, rank: int) -> SavePlan:

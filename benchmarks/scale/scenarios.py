@@ -47,6 +47,8 @@ JOINED = {
 COMPARED = ["again: compare: unpickle what is said", "again: compare", "again: compare: pickle the answers"]
 KNOWN = {**JOINED, "global_plan": COMPARED, "plan": ["compare: said"]}
 Names = dict[str, list[str]]
+#: What ``planning.py`` has measured of each strategy, for every number of ranks.
+Measured = dict[str, list[dict[str, Any]]]
 
 
 def between(table: list[tuple[float, float]], ranks: float) -> float:
@@ -72,13 +74,20 @@ def planning_of(measured: list[dict[str, Any]], ranks: int, names: Names) -> Pla
     return Planning(**{key: between(sums(parts), ranks) for key, parts in names.items()})
 
 
-def ways(constants: dict[str, dict[str, float]], world: int) -> Iterator[tuple[str, Release, Names]]:
-    """Each way to save: its name, the release with this machine's constants, and what its planning is made of."""
-    yield STOCK_NAME, with_constants(STOCK, constants[STOCK_NAME]), TORCH
-    yield "ours", in_parts_for(with_constants(OURS, constants["ours"]), world), KNOWN
-    background = in_parts_for(with_constants(ASYNCHRONOUS, constants["ours, asynchronous"]), world)
-    yield "ours, asynchronous, the first save", background, JOINED
-    yield "ours, asynchronous", background, KNOWN
+def ways(
+    constants: dict[str, dict[str, float]], measured: Measured, world: int
+) -> Iterator[tuple[str, Release, Planning]]:
+    """Each way to save: its name, the release with this machine's constants, and what its planning costs."""
+
+    def planning(strategy: str, names: Names) -> Planning:
+        return planning_of(measured[strategy], world, names)
+
+    yield STOCK_NAME, with_constants(STOCK, constants[STOCK_NAME]), planning("fsdp2", TORCH)
+    yield "ours", in_parts_for(with_constants(OURS, constants["ours"]), world), planning("fsdp2", KNOWN)
+    for strategy, name in (("fsdp2", "ours, asynchronous"), ("fsdp1", "ours, asynchronous, FSDP1")):
+        background = in_parts_for(with_constants(ASYNCHRONOUS, constants[name]), world)
+        yield f"{name}, the first save", background, planning(strategy, JOINED)
+        yield name, background, planning(strategy, KNOWN)
 
 
 def answer(
@@ -100,7 +109,7 @@ def answer(
 
 
 def all_jobs(
-    options: argparse.Namespace, measured: list[dict[str, Any]], constants: dict[str, dict[str, float]]
+    options: argparse.Namespace, measured: Measured, constants: dict[str, dict[str, float]]
 ) -> list[dict[str, Any]]:
     """Every way to save, for every job."""
     pageable = constants["ours, asynchronous"]["copy_gb_per_s"]  # one thread copies it, as it does here
@@ -109,8 +118,8 @@ def all_jobs(
     rows = []
     for nodes, size in JOBS:
         cluster = replace(machine, nodes=nodes)
-        for name, release, names in ways(constants, cluster.world):
-            row = answer(options, size, cluster, release, planning_of(measured, cluster.world, names))
+        for name, release, planning in ways(constants, measured, cluster.world):
+            row = answer(options, size, cluster, release, planning)
             rows.append({"way": name, "nodes": nodes, "size": size, **row})
             print(f"{nodes} nodes, {name}: {row}", file=sys.stderr, flush=True)
     return rows
@@ -150,8 +159,8 @@ def main() -> None:
     answers = of_answers(rows)
     print(answers)
     if options.page:
-        measured = {"planning": of_planning(planning["planning"]), "validation": of_validation(validation)}
-        put(options.page, {"answers": answers, **measured})
+        of_strategies = {f"planning-{name}": of_planning(one) for name, one in planning["planning"].items()}
+        put(options.page, {"answers": answers, **of_strategies, "validation": of_validation(validation)})
 
 
 if __name__ == "__main__":

@@ -42,23 +42,34 @@ class Case(NamedTuple):
 
 SMALL, LARGE = Case(32), Case(512)
 CASES = (Case(256, 60), Case(256, 20, 25), Case(512, 20, 100), Case(64, 100, 10))
-#: The ways to save by name: the column of their client, the measurement, and the release without constants.
+
+
+class Way(NamedTuple):
+    """A way to save: the column of its client, the measurement, the strategy, and the release without constants."""
+
+    column: str
+    measurement: str
+    strategy: str
+    release: Release
+
+
 WAYS = {
-    STOCK_NAME: (STOCK_NAME, "save_shards", STOCK),
-    "ours": (run.OURS, "save_shards", OURS),
-    "ours, asynchronous": (run.OURS, "save_in_background", ASYNCHRONOUS),
+    STOCK_NAME: Way(STOCK_NAME, "save_shards", "fsdp2", STOCK),
+    "ours": Way(run.OURS, "save_shards", "fsdp2", OURS),
+    "ours, asynchronous": Way(run.OURS, "save_in_background", "fsdp2", ASYNCHRONOUS),
+    "ours, asynchronous, FSDP1": Way(run.OURS, "save_in_background", "fsdp1", ASYNCHRONOUS),
 }
 
 
 def measure(case: Case, clients: dict[str, run.Client], runs: int) -> dict[str, Runs]:
     """What each way took whose client is there; in turn."""
     link = {"latency_ms": case.latency_ms, "megabytes_per_s": case.megabytes_per_s}
-    found: dict[str, Runs] = {way: [] for way, (column, *_) in WAYS.items() if column in clients}
+    found: dict[str, Runs] = {name: [] for name, way in WAYS.items() if way.column in clients}
     for turn in range(runs):
         for way in found:
-            column, name, _ = WAYS[way]
-            place = f"s3://sink/{{release}}-{turn}-{name}.ckpt"
-            figure = Figure(name, place, {"strategy": "fsdp2", "mib": case.mib}, 1, link=link, ranks=RANKS)
+            column, name, strategy, _ = WAYS[way]
+            place = f"s3://sink/{{release}}-{turn}-{name}-{strategy}.ckpt"
+            figure = Figure(name, place, {"strategy": strategy, "mib": case.mib}, 1, link=link, ranks=RANKS)
             (one,) = run.measure(figure, {column: clients[column]})[column]
             found[way].append({"durable_s": one["wall_s"], "stall_s": one.get("stall_s", one["wall_s"])})
     run.say(f"{case}: {found}")
@@ -78,7 +89,7 @@ def calibrate(small: dict[str, Runs], large: dict[str, Runs]) -> dict[str, dict[
     for way in small:
         fixed, slope = line(small[way], large[way], "durable_s")
         constants[way] = {"fixed_s": fixed, "prepare_s_per_gib": slope * 2**30}
-        if WAYS[way][2].asynchronous:
+        if WAYS[way].release.asynchronous:
             stall, copy = line(small[way], large[way], "stall_s")
             constants[way] |= {
                 "background_s": max(0.0, fixed - stall),
@@ -105,7 +116,7 @@ def compare(clients: dict[str, run.Client], runs: int) -> dict[str, Any]:
     constants, rows = calibrate(measure(SMALL, clients, runs), measure(LARGE, clients, runs)), []
     for case in CASES:
         for way, measured in measure(case, clients, runs).items():
-            release = WAYS[way][2]
+            release = WAYS[way].release
             outcome = predict(case, release, constants[way])
             for key in ("durable", "stall") if release.asynchronous else ("durable",):
                 row = {"way": f"{way}, {key}", "case": str(case), "predicted_s": getattr(outcome, key)}

@@ -106,10 +106,14 @@ def test_planning_is_measured(tmp_path: Path) -> None:
     command = [sys.executable, str(SCALE / "planning.py"), str(results), "--ranks", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    (one,) = json.loads(results.read_text())["planning"]
+    planning = json.loads(results.read_text())["planning"]
+    (one,), (flat,) = planning["fsdp2"], planning["fsdp1"]
     for step in ("every rank: plan", "join", "commit", "again: compare", "torch: join", "torch: commit"):
         assert one["steps"][step]["cpu_s"] > 0
     assert "again: join" not in one["steps"]  # the plans are known
     assert one["bytes"]["compare: said"] < one["bytes"]["join: said"] / 1000  # a digest
     assert one["bytes"]["metadata"] > 291 * 3 * 4 * 8 + 4 * 490 * 10**9 / 2**20  # the places, and the checksums
-    assert "| join | " in done.stdout
+    for step in ("every rank: plan", "join", "commit", "again: compare"):
+        assert flat["steps"][step]["cpu_s"] > 0
+    assert flat["bytes"]["metadata"] < 1.1 * one["bytes"]["metadata"]
+    assert done.stdout.count("| join | ") == 2
