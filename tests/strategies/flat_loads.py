@@ -8,7 +8,7 @@ import itertools
 import logging
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,6 @@ from lightning.fabric import Fabric
 from lightning.fabric.storage.strategies import fsdp, model_parallel
 from lightning.fabric.storage.strategies.load_targets import clean_name
 from lightning.fabric.strategies import FSDPStrategy
-from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_5
 from lightning.fabric.wrappers import _FabricModule
 from tests.strategies.forks import Job
 
@@ -72,8 +71,7 @@ class Network(nn.Module):
         super().__init__()
         self.first = nn.Linear(7, 7)
         self.units = nn.ModuleList([Unit(), nn.Sequential(Unit(), nn.Linear(7, 7))])
-        # in no optimizer, for FSDP gathers no state of what has no elements, of which older releases shard nothing
-        self.odd = nn.Linear(0 if _TORCH_GREATER_EQUAL_2_5 else 1, 3)
+        self.odd = nn.Linear(0, 3)  # in no optimizer, for FSDP gathers no state of what has no elements
         self.one = nn.Parameter(torch.empty(1))
         self.last = nn.Linear(7, 7)
         self.last.weight = self.first.weight
@@ -149,9 +147,9 @@ def _load(fabric: Fabric, path: str, *mode: Any) -> Iterator[str]:
         target = _FabricModule(torch.compile(module, backend="eager"), fabric.strategy.precision)
     state = {MODEL: target, **optimizers, "epoch": 0}
     before = _addresses(module, optimizers)
-    with _nothing_gathered() if _TORCH_GREATER_EQUAL_2_5 else nullcontext():
+    with _nothing_gathered():
         rest = fabric.load(path, state)
-    after = _addresses(module, optimizers) if _TORCH_GREATER_EQUAL_2_5 else before
+    after = _addresses(module, optimizers)
     if before != {name: after.get(name, at) for name, at in before.items()}:  # but for states that there are no more
         yield "there are other tensors than before"
     if (state["epoch"], rest) != (3, {"note": "rest"}):

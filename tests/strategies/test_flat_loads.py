@@ -11,8 +11,8 @@ from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_5
 from tests.strategies.flat_loads import MODES, WHY, WRITERS, Mode
 from tests.strategies.forks import Forks
 
-#: Before PyTorch 2.5, FSDP's own functions are used, with errors of their own.
-needs_shards = pytest.mark.skipif(not _TORCH_GREATER_EQUAL_2_5, reason="an older planner takes no shards but its own")
+# before, FSDP's own functions are used
+pytestmark = pytest.mark.skipif(not _TORCH_GREATER_EQUAL_2_5, reason="an older planner takes no shards but its own")
 PLAIN = [Mode(), Mode(orig=False)]
 
 
@@ -79,7 +79,6 @@ def test_torch_alone_and_fsdp2_load_what_fsdp_has_saved(checkpoints: Checkpoints
 
 
 @pytest.mark.slow
-@needs_shards
 @pytest.mark.parametrize("reason", WHY)
 def test_modules_that_need_whole_tensors_are_loaded_by_fsdp_itself_with_one_line_that_says_why(
     checkpoints: Checkpoints, reason: str
@@ -88,7 +87,6 @@ def test_modules_that_need_whole_tensors_are_loaded_by_fsdp_itself_with_one_line
     assert checkpoints.differences(2, paths, [("load_by_fsdps_own", reason)]) == [{}] * 2
 
 
-@needs_shards
 @pytest.mark.parametrize("orig", [True, False])
 @pytest.mark.parametrize(
     ("what", "error"),
@@ -110,7 +108,6 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_is_overwritten(
         assert unchanged == "True"
 
 
-@needs_shards
 @pytest.mark.parametrize("what", ["type", "missing"])
 def test_what_is_missing_or_of_another_type_is_no_error_if_not_strict(checkpoints: Checkpoints, what: str) -> None:
     for told in checkpoints.differences(2, [checkpoints.of(2)["fsdp"]], [("refuse", what, True, False)]):
