@@ -179,9 +179,13 @@ MODES = {
     "gathered after validation": Mode(_GRAD_OP, after=validate),
     "flat parameters gathered after validation": Mode({**_GRAD_OP, **_FLAT}, after=validate),
     "between accumulation steps": Mode(after=accumulate),
+    "before a backward pass": Mode(_GRAD_OP, after=lambda module: module(torch.randn(4, 5))),
     "no shard": Mode({"sharding_strategy": ShardingStrategy.NO_SHARD}),
     "no shard of flat parameters": Mode({"sharding_strategy": ShardingStrategy.NO_SHARD, **_FLAT}),
     "mixed precision": Mode({"mixed_precision": _HALF}),
+    "no shard, mixed precision": Mode(
+        {"mixed_precision": _HALF, "sharding_strategy": ShardingStrategy.NO_SHARD}, after=validate
+    ),
     "mixed precision, gathered": Mode({"mixed_precision": _HALF, **_GRAD_OP}, after=validate),
     "device mesh": Mode(mesh=(-1,)),
     "activation checkpoints": Mode(net=lambda: checkpointed(Net())),
@@ -271,7 +275,9 @@ def read_by_stock(folder: str) -> Any:
 def compare(name: str, mode: Mode, folder: Path) -> list[str]:
     """What is not the same in a save of our own and in one of FSDP's, on rank zero."""
     module, optimizers = wrapped(mode)
+    before = [(name, id(parameter)) for name, parameter in module.named_parameters()]
     own, wrong = state_of(module, optimizers), []
+    assert before == [(name, id(parameter)) for name, parameter in module.named_parameters()]
     if torch.distributed.get_rank() == 0:
         assert flat_shards.parts_of(module), "without the others: what is agreed needs no collective call"
         state_of(module, optimizers)
@@ -417,6 +423,15 @@ def other_cases(folder: Path) -> State:
         parameter.data = torch.full_like(parameter.data, 7.0)
     replaced = {part.name: part.local.unique().tolist() for part in flat_shards.parts_of(module) if len(part.local)}
     found["replaced"] = [name for name, values in replaced.items() if values != [7.0]]
+
+    module, optimizers = wrapped(Mode())
+    for part in flat_shards.parts_of(module):
+        if not len(part.local) and part.parameter.requires_grad:
+            nothing = {"exp_avg": torch.empty(0), "exp_avg_sq": torch.empty(0)}
+            optimizers[0].state[part.parameter] = {"step": torch.tensor(99.0), **nothing}
+    save_sharded(state_of(module, optimizers), {}, str(folder / "nothing"))
+    states = read_by_stock(str(folder / "nothing"))["optimizer_0"]["state"] if not torch.distributed.get_rank() else {}
+    found["steps"] = sorted({float(state["step"]) for state in states.values()})
 
     module, optimizers = wrapped(Mode())
     if torch.distributed.get_rank() == 0:

@@ -69,6 +69,10 @@ def test_a_state_of_an_optimizer_that_is_not_flat_fails_the_save_on_every_rank(o
         assert "the states of an optimizer have the shape of their parameters" in found["odd"]
 
 
+def test_a_rank_that_has_nothing_of_a_parameter_does_not_say_how_often_it_was_stepped(others: list[Any]) -> None:
+    assert others[0]["steps"] == [2.0]
+
+
 def test_parameters_that_are_gathered_to_be_changed_are_saved_as_they_are_then(others: list[Any]) -> None:
     assert [found["gathered"] for found in others] == [[3.0], [3.0]]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class FlatPart:
     """This rank's part of one parameter of a module.
 
