@@ -280,7 +280,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any] |
             absent += [part for part in own_parts if not part.held and part.shape.numel() and parameter.requires_grad]
             names += [part.name for part in own_parts] or [others[id(parameter)]]
             if state is not None and own_parts:
-                found |= {part.name: _part_of(state, part) for part in own_parts if part not in absent}
+                found |= {part.name: _part_of(state, part) for part in own_parts}
             elif state is not None:
                 found[names[-1]] = dict(state)
         like: dict[str, Any] = next((found[name] for name in names if name in found), {})
