@@ -217,7 +217,7 @@ def make_trainer(callback: Callback, plugins: list[Any] | None, **options: Any) 
 def collect(trainer: Trainer) -> dict[str, Any]:
     """What the Trainer's strategy gives to whatever saves shards; of FSDP1, what it does in stock Lightning."""
     strategy = trainer.strategy
-    if isinstance(strategy.model, FullyShardedDataParallel):
+    if FullyShardedDataParallel.fsdp_modules(strategy.model):
         return stock_shards.collect(strategy.model, trainer.optimizers[0])
     model, optimizer = strategy.lightning_module_state_dict(), strategy.optimizer_state(trainer.optimizers[0])
     return {"state_dict": model, "optimizer_0": optimizer}

@@ -23,7 +23,7 @@ FSDP1_KINDS = ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDict
 
 def collect(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """What this rank has of a model's and an optimizer's state, in host memory."""
-    if isinstance(module, FSDP1) and optimizer is not None:
+    if FSDP1.fsdp_modules(module) and optimizer is not None:
         with FSDP1.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, *FSDP1_KINDS):
             return {"model": module.state_dict(), "optimizer": FSDP1.optim_state_dict(module, optimizer)}
     state = {"model": state_dict.get_model_state_dict(module, options=OPTIONS)}
@@ -41,7 +41,7 @@ def save(url: str, shards: dict[str, Any], rest: dict[str, Any]) -> None:
 
 def load(url: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Loads into a model and an optimizer, one after the other."""
-    if isinstance(module, FSDP1) and optimizer is not None:
+    if FSDP1.fsdp_modules(module) and optimizer is not None:
         _load_fsdp1(url, module, optimizer)
         return
     model = {"model": state_dict.get_model_state_dict(module, options=OPTIONS)}
@@ -58,7 +58,7 @@ def _of_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     return state_dict.get_optimizer_state_dict(module, optimizer, options=OPTIONS)
 
 
-def _load_fsdp1(url: str, module: FSDP1, optimizer: torch.optim.Optimizer) -> None:
+def _load_fsdp1(url: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     with FSDP1.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, *FSDP1_KINDS):
         model = {"model": module.state_dict()}
         dcp.load(model, storage_reader=FsspecReader(url))
