@@ -64,6 +64,7 @@ class Figure:
     link: dict[str, float] = field(default_factory=dict)  #: what lies before the server
     prepare: str = ""  #: the measurement that makes the object which this one loads, once for each place
     ranks: int = 1  #: how many processes measure together
+    is_ours_alone: bool = False  #: whether stock Lightning cannot do it on a CPU
     #: Columns beside the releases: what this Lightning's environment measures as well, with other arguments.
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -189,7 +190,7 @@ def of_shards(sizes: Sizes) -> dict[str, Figure]:
         "sharded_fsdp1_load": Figure(
             "load_shards", SAVED, fsdp1, TWICE, fsdp1_restores, "restore, FSDP1", False, far(sizes), "save_shards"
         ),
-        "sharded_full": Figure("shards_on_disk", DISK, in_full, TWICE, full),
+        "sharded_full": Figure("shards_on_disk", DISK, in_full, TWICE, full, is_ours_alone=True),
         "sharded_local": Figure("shards_on_disk", DISK, fsdp2, SOMETIMES, local),
     }
     return {name: replace(figure, ranks=RANKS) for name, figure in figures.items()}

@@ -91,7 +91,7 @@ def clients_of(others: list[Path], beside: Path) -> Iterator[dict[str, Client]]:
 
 def measure(figure: Figure, clients: dict[str, Client]) -> dict[str, list[dict[str, Any]]]:
     """Measures a figure with every client in turn, so that what else the machine does meets all alike."""
-    columns = {name: (one, figure) for name, one in clients.items()}
+    columns = {name: (one, figure) for name, one in clients.items() if name == OURS or not figure.is_ours_alone}
     for name, arguments in figure.others.items():
         columns[name] = clients[OURS], replace(figure, arguments=figure.arguments | arguments)
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in columns}

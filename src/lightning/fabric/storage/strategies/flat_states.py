@@ -1,13 +1,13 @@
 """The states of optimizers of FSDP's parameters, made in the layout that these have on a rank, to be loaded into."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning.fabric.storage.strategies import load_targets
+from lightning.fabric.storage.strategies import optimizer_state
 from lightning.fabric.storage.strategies.flat_parts import FlatPart
 from lightning.fabric.storage.strategies.optimizer_state import Numbered
 
@@ -122,11 +122,8 @@ class LocalStates:
         """Returns the optimizer's own tensor, or an empty one; one with zeros if not all of it is to be loaded."""
         if is_partial:
             return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        own = self._optimizer.state.get(parameter, {}).get(key)
-        fits = type(own) is Tensor and load_targets.is_writable(own) and own.shape == parameter.shape
-        if fits and (own.dtype, own.device) == (dtype, parameter.device):
-            return cast(Tensor, own.detach())
-        return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        own = optimizer_state.reusable(self._optimizer, parameter, key, dtype)
+        return torch.empty(parameter.shape, dtype=dtype, device=parameter.device) if own is None else own
 
 
 def _refuse_other_shapes(states: Mapping[str, _Saved], shapes: Mapping[str, torch.Size]) -> None:

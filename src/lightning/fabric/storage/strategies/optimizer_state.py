@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning.fabric.storage.strategies.load_targets import clean_name, entries_of
+from lightning.fabric.storage.sharded.describable import is_distributed
+from lightning.fabric.storage.strategies.load_targets import clean_name, entries_of, is_writable
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata
@@ -111,7 +112,7 @@ def target_factory(module: nn.Module, optimizer: Optimizer) -> Callable[[str, st
     """Returns a factory of the tensors that the parts of an optimizer's state are loaded into.
 
     Its arguments are the name of the parameter, the name of the part, and the part's whole size and type. A part of the
-    size of its parameter is distributed like that.
+    size of its parameter is distributed like that, and in the optimizer's own memory where that fits.
     """
     parameters = {name: parameter for parameter, name in names_of(module).items()}
 
@@ -129,7 +130,8 @@ def target_factory(module: nn.Module, optimizer: Optimizer) -> Callable[[str, st
     def target(name: str, part: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
         parameter = parameters.get(name)
         if parameter is not None and parameter.size() == size:
-            return torch.empty_like(parameter.detach(), dtype=dtype)
+            own_part = reusable(optimizer, parameter, part, dtype)
+            return torch.empty_like(parameter.detach(), dtype=dtype) if own_part is None else own_part
         if parameter is not None and size:  # an optimizer that keeps less than all values, say of each row
             value = own(name, part)
             if isinstance(value, Tensor) and value.size() == size:
@@ -137,6 +139,23 @@ def target_factory(module: nn.Module, optimizer: Optimizer) -> Callable[[str, st
         return torch.empty(size, dtype=dtype)
 
     return target
+
+
+def reusable(optimizer: Optimizer, parameter: Tensor, part: str, dtype: torch.dtype) -> Tensor | None:
+    """Returns a part of an optimizer's state that can be loaded into: one of a parameter's shape, device and kind.
+
+    Args:
+        optimizer: The optimizer.
+        parameter: One of its parameters.
+        part: The name of the part.
+        dtype: The type of what is loaded.
+    """
+    own = optimizer.state.get(parameter, {}).get(part)
+    if type(own) is not type(parameter.detach()) or own.size() != parameter.size():
+        return None
+    if (own.dtype, own.device) != (dtype, parameter.device) or not (is_distributed(own) or is_writable(own)):
+        return None
+    return own.detach()
 
 
 def load_by_name(module: nn.Module, optimizer: Optimizer, state: State, strict: bool = True) -> None:
