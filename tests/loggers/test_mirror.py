@@ -220,7 +220,7 @@ def test_a_mirror_has_no_thread_between_a_drain_and_the_next_flush(url: str) -> 
         append(mirror, "metrics.csv", b"+")
         mirror.drain()
         thread.join(10)
-        assert threads() == before
+        assert set(threads()) <= set(before)  # one of an earlier test may have ended meanwhile
     assert copies() == {"metrics.csv": b"0+1+"}
     folder = mirror.folder
     del mirror
