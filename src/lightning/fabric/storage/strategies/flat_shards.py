@@ -1,8 +1,9 @@
 """The states of modules and optimizers of FSDP's first version, described from its flat parameters in place.
 
 FSDP's own functions gather every parameter and copy it. What they know is in private attributes of each FSDP module:
-which flat range this rank has of each parameter, and where it is. Only this module reads them. It checks that they
-describe a model completely, on all ranks; where they do not, FSDP's own functions are for all ranks to call.
+which flat range this rank has of each parameter, and where it is. Only this module and ``flat_hooks`` use what is
+private to FSDP. This one checks that it describes a model completely, on all ranks; where it does not, FSDP's own
+functions are for all ranks to call.
 """
 
 import logging
@@ -53,7 +54,7 @@ def parts_of(module: nn.Module, to_load: bool = False) -> list[FlatPart] | None:
         _refuse_hooks(module)
         if to_load:
             _prepare_load(module)
-    except (_Undescribed, AttributeError, TypeError, ValueError) as error:
+    except (_Undescribed, ImportError, AttributeError, TypeError, ValueError) as error:
         reason = str(error)
     own = Description.of(parts, reason)
     if module not in _agreed or _agreed[module][0] != own:
@@ -146,7 +147,8 @@ def clean_name(name: str) -> str:
 def _prepare_load(module: nn.Module) -> None:
     for path, name in flat_hooks.loading_hooks(module):
         raise _Undescribed(f"{clean_name(path) or 'it'} has {name}, which may need it to load a state")
-    flat_hooks.free_gathered(module)
+    with flat_hooks.without_cutting(module):  # fails before anything is read, if a release lacks what it replaces
+        flat_hooks.free_gathered(module)
 
 
 def _refuse_hooks(module: nn.Module) -> None:
