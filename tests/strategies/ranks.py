@@ -4,6 +4,7 @@ So a state that is not all of one save shows. A job says where (``path``), how (
 to save, and for each rank what its environment has beside the server's (``environments``).
 """
 
+import inspect
 import itertools
 import logging
 import os
@@ -45,6 +46,7 @@ from tests.strategies.forks import Forks, Job, kill, numbered
 WIDTH = 160
 #: Trains, see there.
 WORKER = Path(__file__).with_name("worker.py")
+_OF_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 #: After which collectives fail.
 PATIENCE = timedelta(seconds=30)
 
@@ -306,6 +308,46 @@ def load(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
     return {**told, "found": values_of(state) if told["error"] is None else None, "acts": files.acts}
 
 
+def talk(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
+    """Saves and loads, and names the functions that sent an object through the process group of training."""
+    state = state_of(fabric, job["value"])
+    fabric.barrier()
+    with _objects_in_training() as names:
+        fabric.save(job["path"], state)
+        drain()
+        state = state_of(fabric, 0.0)
+        fabric.load(job["path"], state)
+    return {"found": values_of(state), "names": names}
+
+
+@contextmanager
+def _objects_in_training() -> Iterator[list[str]]:
+    names: list[str] = []
+    modules = torch.distributed, torch.distributed.distributed_c10d
+    functions = [getattr(torch.distributed, name) for name in _OF_OBJECTS]
+    for function in functions:
+        watched = _watched(function, names)
+        for module in modules:
+            setattr(module, function.__name__, watched)
+    try:
+        yield names
+    finally:
+        for function in functions:
+            for module in modules:
+                setattr(module, function.__name__, function)
+
+
+def _watched(function: Any, names: list[str]) -> Any:
+    signature = inspect.signature(function)
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        if signature.bind(*arguments, **options).arguments.get("group") in (None, torch.distributed.group.WORLD):
+            names.append(function.__name__)
+        return function(*arguments, **options)
+
+    return watched
+
+
 def spread(job: Job, fabric: Fabric, ids: Sequence[int]) -> dict[str, Any]:
     """Saves parameters that differ everywhere, with moments that are twice and three times as large, or loads them."""
     network = nn.Sequential(Block(), nn.Linear(WIDTH, 2, bias=False))
@@ -419,6 +461,7 @@ TASKS = {
     "save": save,
     "save_many": save_many,
     "load": load,
+    "talk": talk,
     "spread": spread,
     "tied": tied,
     "stateless": stateless,

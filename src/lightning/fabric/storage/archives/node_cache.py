@@ -22,6 +22,7 @@ from typing import IO, Any, NamedTuple, TypeVar, cast
 import torch
 
 from lightning.fabric.storage.archives.checkpoint_file import open_checkpoint
+from lightning.fabric.storage.collectives.channel import training_channel
 from lightning.fabric.storage.collectives.errors import together_in, unseen_explained
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.place import Place
@@ -151,9 +152,9 @@ def _copy(place: Place, stack: ExitStack) -> IO[bytes] | None:
 
 
 def _gather(mine: T) -> list[T]:
-    everyones: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyones, mine)
-    return everyones
+    channel = training_channel()
+    with channel.talking():
+        return channel.broadcast(channel.gather(mine))
 
 
 def _make_room(place: Place, stack: ExitStack) -> tuple[IO[bytes] | None, _Offer | None]:

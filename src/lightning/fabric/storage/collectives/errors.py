@@ -95,6 +95,13 @@ def from_rank_zero(look: Callable[[], _T], doing: str) -> _T:
         return cast(_T, channel.broadcast(found))
 
 
+def of_rank_zero(value: _T) -> _T:
+    """Returns rank zero's value to all ranks; a collective call."""
+    channel = training_channel()
+    with channel.talking():
+        return channel.broadcast(value)
+
+
 @contextmanager
 def failures_of_ranks(verb: str, place: Place, worker: Any) -> Iterator[None]:
     """Turns the error of torch.distributed.checkpoint, a BaseException, into one that user code expects.
@@ -102,7 +109,7 @@ def failures_of_ranks(verb: str, place: Place, worker: Any) -> Iterator[None]:
     Args:
         verb: The action, such as "save".
         place: The place of the checkpoint.
-        worker: The reader or writer of this rank, which remembers its own error.
+        worker: The reader, or the group, of this rank, which remembers its own error.
     """
     from torch.distributed.checkpoint import CheckpointException
 

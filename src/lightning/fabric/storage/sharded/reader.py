@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning.fabric.storage.archives.load import load_bytes
 from lightning.fabric.storage.collectives.errors import portable, together, unseen_explained
+from lightning.fabric.storage.collectives.rank_group import RankGroup
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.sharded.read_plan import read_plan
 
@@ -33,7 +34,7 @@ class ShardReader(StorageReader):
         self._place = place
         self._metadata = metadata
         self._weights_only = weights_only
-        #: The error of this rank. The one that torch raises in the end has been pickled.
+        #: The error of this rank. The one that is raised in the end may have been pickled.
         self.error: BaseException | None = None
 
     @override
@@ -63,12 +64,10 @@ class ShardReader(StorageReader):
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        careful = cast(LoadPlanner, _CarefulPlanner(planner, self._weights_only))  # has all methods that are called
         # all ranks leave this together, for torch goes on with a collective call whose time is limited
         with together(f"loading {self._place}"):
             try:
-                with unseen_explained(self._place):
-                    read_plan(self._place, self._metadata, plan, careful)
+                self.read(plan, planner)
             except BaseException as error:
                 self.error = error
         if self.error is not None:
@@ -76,6 +75,38 @@ class ShardReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def load(self, state: dict[str, Any], planner: LoadPlanner) -> None:
+        """Loads this rank's part into the tensors of ``state``, and replaces its other objects; a collective call.
+
+        Each rank plans for itself, for the global plan of a load is nothing but all local ones. So the ranks exchange
+        no plans, and only on gloo whether each has made its own: nothing is overwritten if one could not.
+
+        Args:
+            state: The objects to load, by their keys in the checkpoint.
+            planner: A planner that is new.
+
+        Raises:
+            CheckpointException: A rank could not plan, or read. Every rank raises it, with all reasons.
+        """
+        plans: list[LoadPlan] = []
+        group = RankGroup()
+
+        def plan() -> None:
+            planner.set_up_planner(state, self._metadata, group.is_coordinator)
+            plans.append(planner.finish_plan(planner.create_local_plan()))
+
+        try:
+            for act in (plan, lambda: self.read(plans[0], planner)):
+                group.gather_scatter(f"loading {self._place}", act, lambda done: done)
+        finally:
+            self.error = group.error
+
+    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Reads what the plan of this rank says, and gives it to the planner."""
+        careful = cast(LoadPlanner, _CarefulPlanner(planner, self._weights_only))  # has all methods that are called
+        with unseen_explained(self._place):
+            read_plan(self._place, self._metadata, plan, careful)
 
 
 class _CarefulPlanner:

@@ -15,7 +15,7 @@ from lightning.fabric.storage.strategies import load_targets, optimizer_state
 from lightning.fabric.storage.strategies.checkpoint_place import FoundCheckpoint, find_checkpoint
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import Metadata
+    from torch.distributed.checkpoint import LoadPlanner, Metadata
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -36,7 +36,7 @@ def load_shards(state: dict[str, Any], path: AnyPath, strict: bool = True) -> No
         RuntimeError: The checkpoint is not one of ``state``, likewise.
     """
     with _reading(path) as reader:
-        _load(state, reader, strict)
+        reader.load(state, _planner(strict))
 
 
 def load_module(module: "Module", key: str, state: dict[str, Any], path: AnyPath, strict: bool) -> None:
@@ -55,7 +55,7 @@ def load_module(module: "Module", key: str, state: dict[str, Any], path: AnyPath
     """
     with _reading(path) as reader:
         load_targets.fit_module_state(state, load_targets.entries_of(reader.read_metadata(), key), module)
-        _load({key: state}, reader, strict)
+        reader.load({key: state}, _planner(strict))
     load_targets.replace_buffers(module, state)
     module.load_state_dict(state, strict=strict)
 
@@ -123,11 +123,10 @@ def load_metadata(path: AnyPath) -> Any:
     return load_bytes(io.BytesIO(content), "cpu", found.weights_only)
 
 
-def _load(state: dict[str, Any], reader: "ShardReader", strict: bool) -> None:
-    from torch.distributed import checkpoint as dcp
+def _planner(strict: bool) -> "LoadPlanner":
+    from torch.distributed.checkpoint import DefaultLoadPlanner
 
-    planner = dcp.DefaultLoadPlanner() if strict else dcp.DefaultLoadPlanner(allow_partial_load=True)
-    getattr(dcp, "load", dcp.load_state_dict)(state, storage_reader=reader, planner=planner)
+    return DefaultLoadPlanner(allow_partial_load=not strict)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 
 from lightning.fabric.storage.archives.checkpoint_file import not_found
 from lightning.fabric.storage.background.pending import drain
-from lightning.fabric.storage.collectives.errors import from_rank_zero, together
+from lightning.fabric.storage.collectives.errors import from_rank_zero, of_rank_zero, together
 from lightning.fabric.storage.paths.location import AnyPath, locate
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_4
@@ -103,11 +103,15 @@ def find_checkpoint(path: AnyPath, weights_only: bool | None = None) -> FoundChe
 def find_to_load(path: AnyPath, weights_only: bool | None = None) -> FoundCheckpoint:
     """Finds a checkpoint as :func:`find_checkpoint` does, where there has to be one; a collective call.
 
+    Args:
+        path: A local path or a URL; that of rank zero counts.
+        weights_only: The argument of that name of :func:`torch.load`.
+
     Raises:
         FileNotFoundError: There is nothing, or an incomplete sharded checkpoint. Every rank raises it.
         ValueError: There is a folder that is no checkpoint. Every rank raises it.
     """
-    found = find_checkpoint(path, weights_only)
+    found = find_checkpoint(of_rank_zero(path), weights_only)
     if found.metadata is None and not found.is_full:
         if from_rank_zero(found.place.kind, f"loading {found.place}") == "nothing":
             raise not_found(found.place)

@@ -139,7 +139,7 @@ def load(
             f"FSDPStrategy.load_checkpoint(..., state={state!r}) has nothing to load into: give it a dictionary with at"
             " least the model, state={'model': model}."
         )
-    found = find_to_load(strategy.broadcast(path), weights_only)
+    found = find_to_load(path, weights_only)
     if isinstance(state, Module):
         _load_raw_module_state_from_path(found, module=state, world_size=strategy.world_size, strict=strict)  # type: ignore[arg-type]
         return {}
@@ -177,7 +177,7 @@ def load_trainers(strategy: Any, path: Path, weights_only: bool | None) -> dict[
     Returns:
         The checkpoint without the model and, if it is sharded, without the optimizers.
     """
-    found = find_to_load(strategy.broadcast(path), weights_only)
+    found = find_to_load(path, weights_only)
     module, strict = strategy.model, strategy.lightning_module.strict_loading
     is_fitting = strategy.lightning_module.trainer.state.fn == "fit"
     if not found.is_full:

@@ -133,7 +133,7 @@ def _parts_of(tensor: Tensor) -> "list[ChunkStorageMetadata]":
 
 def _read(file: OpenedFile, targets: Mapping[_Key, Tensor], ranges: Mapping[_Key, _TensorRange]) -> None:
     """Reads the byte ranges into ``targets``, which are tensors in host memory or DTensors."""
-    from torch.distributed.checkpoint import DefaultLoadPlanner, load
+    from torch.distributed.checkpoint import DefaultLoadPlanner
 
     from lightning.fabric.storage.sharded.reader import ShardReader
 
@@ -141,10 +141,9 @@ def _read(file: OpenedFile, targets: Mapping[_Key, Tensor], ranges: Mapping[_Key
         """Checks after each read that the file is still the one whose offsets are used."""
 
         @override
-        def read_data(self, plan: Any, planner: Any) -> Any:
-            done = super().read_data(plan, planner)
+        def read(self, plan: Any, planner: Any) -> None:
+            super().read(plan, planner)
             file.check()
-            return done
 
     named = {str(key): key for key in ranges}  # which errors give
     own = {name: targets[key] for name, key in named.items()}
@@ -152,7 +151,7 @@ def _read(file: OpenedFile, targets: Mapping[_Key, Tensor], ranges: Mapping[_Key
     reader = Reader(file.place.parent, metadata)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with failures_of_ranks("load", file.place, reader):
-        load(own, storage_reader=reader, planner=planner)
+        reader.load(own, planner)
 
 
 def _metadata(file: OpenedFile, targets: dict[str, Tensor], ranges: dict[str, _TensorRange]) -> "Metadata":

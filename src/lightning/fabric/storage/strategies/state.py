@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning.fabric.storage.collectives.errors import of_rank_zero
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.strategies.checkpoint_place import locate_checkpoint, refuse_folder
 from lightning.fabric.storage.strategies.checkpoint_save import save_sharded, saving_full
@@ -134,7 +135,7 @@ def place_for_fabric(strategy: Any, path: Path, storage_options: Any, filters: F
     if filters is not None and not is_full:
         name = type(strategy).__name__
         raise NotImplementedError(f"{name} cannot load a sharded checkpoint that was filtered: save without `filter`.")
-    return locate_checkpoint(strategy.broadcast(path), storage_options)
+    return locate_checkpoint(of_rank_zero(path), storage_options)
 
 
 def save_of_trainer(
@@ -155,7 +156,7 @@ def save_of_trainer(
         save_file: Saves a full checkpoint on rank zero; the method that the strategy inherits.
         model: The key of the model in a sharded checkpoint; None saves a full one.
     """
-    place = locate_checkpoint(strategy.broadcast(path), storage_options)
+    place = locate_checkpoint(of_rank_zero(path), storage_options)
     if model is not None:
         optimizers = enumerate(checkpoint.pop("optimizer_states", []))
         state = {model: checkpoint.pop("state_dict"), **{f"optimizer_{number}": each for number, each in optimizers}}
