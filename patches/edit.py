@@ -1,6 +1,7 @@
 """One edit in one file: finds its place in the source, and what to put there."""
 
 import ast
+import copy
 import re
 import textwrap
 from collections.abc import Sequence
@@ -57,6 +58,8 @@ def _place_found(edit: Edit, tree: ast.Module, scope: ast.AST, source: bytes, sp
     if kind in ("before", "after"):
         return _inserted(edit, tree, syntax.whole(scope, matches[0]), source, kind, spec[kind], new)
     if kind == "wrap":
+        run = copy.deepcopy([node if isinstance(node, ast.stmt) else ast.Expr(node) for node in matches[0]])
+        new = _filled(edit, statements(edit, spec[kind]), spec[kind], run)
         return _replaced(edit, tree, matches[0], source, _wrapping(edit, matches[0], source, spec[kind]), new)
     return _replaced(edit, tree, matches[0], source, spec[kind], new)
 

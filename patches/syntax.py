@@ -45,8 +45,33 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
+def fits(node: Any, pattern: Any) -> bool:
+    """Whether a node, or list of nodes, means the same as ``pattern``, in which ``...`` leaves something open.
+
+    It stands for any expression; at the end of a call's arguments for any that may follow; and for a whole block.
+    """
+    if _is_open(pattern):
+        return isinstance(node, ast.expr)
+    if type(node) is not type(pattern):
+        return False
+    if isinstance(pattern, ast.Call) and pattern.args and _is_open(pattern.args[-1]) and not pattern.keywords:
+        given = pattern.args[:-1]
+        return fits(node.func, pattern.func) and fits(node.args[: len(given)], given)
+    if isinstance(pattern, ast.AST):
+        return all(fits(getattr(node, name, None), getattr(pattern, name, None)) for name in pattern._fields)
+    if isinstance(pattern, list):
+        if len(pattern) == 1 and isinstance(pattern[0], ast.Expr) and _is_open(pattern[0].value):
+            return bool(node) and isinstance(node[0], ast.stmt)
+        return len(node) == len(pattern) and all(map(fits, node, pattern))
+    return bool(node == pattern)
+
+
+def _is_open(pattern: Any) -> bool:
+    return isinstance(pattern, ast.Constant) and pattern.value is ...
+
+
 def matches(scope: ast.AST, wanted: Sequence[Any]) -> list[list[Any]]:
-    """The runs of statements in ``scope`` that equal ``wanted`` and, if it is one expression, the equal expressions.
+    """The runs of statements in ``scope`` that fit ``wanted`` and, if it is one expression, the expressions that do.
 
     What stands inside an f-string is not looked at: Python 3.10 and 3.11 do not know its position.
     """
@@ -58,11 +83,11 @@ def matches(scope: ast.AST, wanted: Sequence[Any]) -> list[list[Any]]:
             children = value if isinstance(value, list) else [value]
             if wanted and children and isinstance(children[0], ast.stmt):
                 runs = (children[i : i + len(wanted)] for i in range(len(children) - len(wanted) + 1))
-                found.extend(run for run in runs if same(run, list(wanted)))
+                found.extend(run for run in runs if fits(run, list(wanted)))
             for child in children:
                 if not isinstance(child, ast.AST):
                     continue
-                if sought is not None and not isinstance(node, ast.Expr) and same(child, sought):
+                if sought is not None and not isinstance(node, ast.Expr) and fits(child, sought):
                     found.append([child])  # below an ast.Expr it is the statement that has matched
                 if not isinstance(child, ast.JoinedStr):
                     visit(child)

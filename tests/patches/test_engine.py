@@ -63,6 +63,56 @@ def text(source: str) -> str:
     return textwrap.dedent(source)
 
 
+class TestWhatIsLeftOpen:
+    @pytest.mark.parametrize(
+        "find",
+        [
+            "self.row(...)",
+            "self.row(2, ...)",
+            "self.row(2, ..., ...)",
+            "...(2, self.crew, hard=True)",
+            "self.row(2, ..., hard=True)",
+        ],
+    )
+    def test_expressions_and_the_rest_of_the_arguments(self, tmp_path, find):
+        source = "def go(self):\n    self.row(2, self.crew, hard=True)\n    self.row.rest(1)\n"
+        edit = make_edit(scope="go", find=find, replace="self.sail()")
+        assert result(tmp_path, source, edit) == "def go(self):\n    self.sail()\n    self.row.rest(1)\n"
+
+    @pytest.mark.parametrize(
+        "find",
+        [
+            "self.row(..., 3)",
+            "self.row(2, 3, 4, ...)",
+            "self.row(3, ...)",
+            "self.rest(...)",
+            "self.row(2, ..., soft=True)",
+        ],
+    )
+    def test_what_is_given_must_be_there(self, tmp_path, find):
+        source = "def go(self):\n    self.row(2, self.crew, hard=True)\n"
+        assert "matches no place" in error(tmp_path, source, make_edit(scope="go", find=find, replace="self.sail()"))
+
+    def test_blocks_but_not_a_missing_one(self, tmp_path):
+        source = "if wind:\n    sail()\n    rest()\nif wind:\n    sail()\nelse:\n    row()\n"
+        edit = make_edit(find="if wind:\n    ...", replace="go()")
+        assert result(tmp_path, source, edit) == "go()\nif wind:\n    sail()\nelse:\n    row()\n"
+
+    def test_several_places_are_one_too_many(self, tmp_path):
+        source = "row(1)\nrow(2)\n"
+        assert "matches 2 places" in error(tmp_path, source, make_edit(find="row(...)", replace="sail()"))
+
+    def test_what_is_wrapped_is_what_is_there(self, tmp_path):
+        source = "def go(self):\n    way = self.row(2)  # slowly\n    return way\n"
+        edit = make_edit(scope="go", find="way = self.row(...)", wrap="with self.oars(): ...")
+        expected = "def go(self):\n    with self.oars():\n        way = self.row(2)  # slowly\n    return way\n"
+        assert result(tmp_path, source, edit) == expected
+
+    def test_a_wrapped_place_has_landed_whatever_it_is(self, tmp_path):
+        source = "with oars():\n    row(2)\n"
+        error(tmp_path, source, make_edit(find="row(...)", wrap="with oars(): ..."), kind=Landed)
+
+
 class TestReplace:
     def test_a_statement_by_several_at_the_same_indentation(self, tmp_path):
         source = """

@@ -3,13 +3,18 @@
 import logging
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.strategies.checkpoint_place import find_checkpoint
 from lightning.fabric.storage.transport.errors import questions_named
+
+if TYPE_CHECKING:
+    import click
 
 log = logging.getLogger(__name__)
 
@@ -20,17 +25,32 @@ _WHAT = (
     " when it is complete, and not before, and the checkpoint is not loaded into memory as a whole."
 )
 _FOLDER = "The checkpoint's folder: a local path or a URL of any protocol that fsspec knows"
-#: The help of the option ``--output_file``.
-OUTPUT = "Where to write the file, likewise; by default beside the folder, with `.consolidated` at the end of its name"
-#: The help of ``fabric consolidate``.
-HELP = f"{_WHAT}\n\nCHECKPOINT_FOLDER: {_FOLDER}."
+_OUTPUT = "Where to write the file, likewise; by default beside the folder, with `.consolidated` at the end of its name"
+
+
+def command(group: "click.Group") -> Callable[[Callable[..., Any]], "click.Command"]:
+    """Returns a decorator that adds a function to a group as the command ``consolidate``.
+
+    Its arguments are URLs or paths, also where Lightning declares them as local files that are there.
+    """
+    import click  # an extra of Lightning's
+
+    def add(function: Callable[..., Any]) -> "click.Command":
+        added = group.command("consolidate", help=f"{_WHAT}\n\nCHECKPOINT_FOLDER: {_FOLDER}.")(function)
+        for parameter in added.params:
+            parameter.type = click.STRING
+            if isinstance(parameter, click.Option):
+                parameter.help = _OUTPUT
+        return added
+
+    return add
 
 
 def parsed_arguments() -> Namespace:
     """Returns the arguments of the commands that are modules."""
     parser = ArgumentParser(description=_WHAT)
     parser.add_argument("checkpoint_folder", help=_FOLDER)
-    parser.add_argument("--output_file", help=OUTPUT)
+    parser.add_argument("--output_file", help=_OUTPUT)
     return parser.parse_args()
 
 
