@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,8 @@ NETWORK_SETTINGS = frozenset(
         "use-feature",
     }
 )
+#: Releases that were malicious, and are gone from the index: nothing is built from them, wherever they come from.
+MALICIOUS = frozenset({"2.6.2", "2.6.3"})
 _PIN = re.compile(r"(?P<name>[\w-]+)==(?P<version>[\w.]+) +--hash=sha256:(?P<sha256>[0-9a-f]{64})")
 _URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 
@@ -115,6 +117,30 @@ def read_pristine_wheel(distribution: Distribution) -> bytes:
     return _checked(path.read_bytes(), pin, str(path))
 
 
+def download_release(name: str, version: str, folder: Path) -> Pin:
+    """Download a released wheel of any version into ``folder``, and return the pin of what came.
+
+    Raises:
+        ValueError: If the release is known to be malicious.
+        RuntimeError: If the download fails.
+
+    """
+    if version in MALICIOUS:
+        raise ValueError(f"{name} {version} was malicious: check another version")
+    options = ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), "--quiet"]
+    _run_pip(["download", *options, f"{name}=={version}"], _download_environment(), f"download {name} {version}")
+    wheel = Pin(name, version, "")
+    content = (folder / wheel.file_name).read_bytes()
+    return Pin(name, version, hashlib.sha256(content).hexdigest())
+
+
+def write_pins(pins: Sequence[Pin]) -> None:
+    """Have builds start from these wheels; the comments at the head of the file stay."""
+    comments = [line for line in PINS.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    lines = [f"{pin.name}=={pin.version} \\\n    --hash=sha256:{pin.sha256}" for pin in pins]
+    PINS.write_text("\n".join([*comments, *lines, ""]), encoding="utf-8")
+
+
 def _checked(content: bytes, pin: Pin, origin: str) -> bytes:
     found = hashlib.sha256(content).hexdigest()
     if found != pin.sha256:
@@ -144,7 +170,8 @@ def _download(pin: Pin) -> bytes:
         requirements = Path(temporary) / "requirements.txt"
         requirements.write_text(pin.requirement + "\n", encoding="utf-8")
         options = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--dest", temporary, "--quiet"]
-        _run_pip(["download", *options, "--requirement", str(requirements)], _download_environment(), pin)
+        purpose = f"download {pin.name} {pin.version}"
+        _run_pip(["download", *options, "--requirement", str(requirements)], _download_environment(), purpose)
         downloaded = Path(temporary) / pin.file_name
         content = _checked(downloaded.read_bytes(), pin, f"The download of {pin.name}")
         # Atomic, so that builds side by side never see half a file.
@@ -188,7 +215,9 @@ def _pip_configuration_files() -> list[str]:
     files: dict[str, list[str]] = {"global": [], "user": [], "site": [], "env": []}
     kind = ""
     # The user may have silenced pip, but not for us.
-    for line in _run_pip(["config", "debug"], os.environ | {"PIP_QUIET": "0", "PIP_VERBOSE": "0"}).splitlines():
+    for line in _run_pip(
+        ["config", "debug"], os.environ | {"PIP_QUIET": "0", "PIP_VERBOSE": "0"}, "list its configuration files"
+    ).splitlines():
         if header := re.fullmatch(r"(\w+):", line):
             kind = header[1]
         elif kind in files and (file := re.fullmatch(r"\s+(.+), exists: True", line)):
@@ -196,11 +225,10 @@ def _pip_configuration_files() -> list[str]:
     return [file for group in files.values() for file in group]
 
 
-def _run_pip(arguments: list[str], environment: Mapping[str, str], pin: Pin | None = None) -> str:
+def _run_pip(arguments: list[str], environment: Mapping[str, str], purpose: str) -> str:
     command = [sys.executable, "-m", "pip", *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
-        purpose = f"download {pin.name} {pin.version}" if pin else "list its configuration files"
         raise RuntimeError(
             f"pip could not {purpose}:\n{without_credentials(result.stdout + result.stderr).strip()}\nCheck pip's index"
             " and proxy settings (PIP_INDEX_URL or pip's configuration file; the options of an outer pip or uv do not"

@@ -3,8 +3,12 @@
 import argparse
 import ast
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 
+from build_backend import upstream
+from build_backend.distribution import LIGHTNING, PYTORCH_LIGHTNING
 from patches.engine import apply_patches
 from patches.export import export
 from patches.format import Patch, PatchError, load_patches, select
@@ -20,7 +24,7 @@ def main() -> int:
         known = load_patches()
         patches = select(known, arguments.patches) if arguments.patches else known
         return int(arguments.run(arguments, patches))
-    except (PatchError, OSError) as error:
+    except (PatchError, OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
@@ -49,6 +53,17 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("tree", metavar="TREE", type=Path, help=tree)
     _add_patches(verb)
 
+    about = (
+        "Fetch a released version from the package index, and tell for each patch whether it applies, has landed or is"
+        " broken, of both distributions. Fails unless all apply."
+    )
+    verb = verbs.add_parser("check", help="tell the same of a released version", description=about)
+    verb.set_defaults(run=_check)
+    verb.add_argument("version", metavar="VERSION", help="such as 2.6.6")
+    pin = "have builds start from it: writes requirements/upstream.txt, whatever has become of the patches"
+    verb.add_argument("--pin", action="store_true", help=pin)
+    _add_patches(verb)
+
     about = "Tell how many edits the patches make in how many files, and what of Lightning's they quote."
     verb = verbs.add_parser("count", help="tell how many edits there are", description=about)
     verb.set_defaults(run=_count)
@@ -75,8 +90,28 @@ def _export(arguments: argparse.Namespace, patches: list[Patch]) -> int:
     return 0
 
 
+def _check(arguments: argparse.Namespace, patches: list[Patch]) -> int:
+    code, pins = 0, []
+    for name in (LIGHTNING.name, PYTORCH_LIGHTNING.name):
+        with tempfile.TemporaryDirectory() as folder:
+            pin = upstream.download_release(name, arguments.version, Path(folder))
+            print(f"{name} {pin.version}, sha256 {pin.sha256}")
+            with zipfile.ZipFile(Path(folder, pin.file_name)) as wheel:
+                wheel.extractall(Path(folder, "tree"))
+            code |= _judge(Path(folder, "tree"), patches)
+        pins.append(pin)
+    if arguments.pin:
+        upstream.write_pins(pins)
+        print(f'{upstream.PINS} has this version. Next: docs/development.md, "A new release of Lightning"')
+    return code
+
+
 def _status(arguments: argparse.Namespace, patches: list[Patch]) -> int:
-    layout = Layout(arguments.tree)
+    return _judge(arguments.tree, patches)
+
+
+def _judge(tree: Path, patches: list[Patch]) -> int:
+    layout = Layout(tree)
     result = {patch.name: judge(layout, patch) for patch in patches}
     for name, (state, reason) in result.items():
         print(f"{name}: {state}{': ' if reason else ''}{reason}")

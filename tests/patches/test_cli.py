@@ -1,16 +1,20 @@
 """The command line: what it prints, its exit status, and that an error leaves everything as it was."""
 
+import zipfile
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from build_backend import upstream
 from patches import __main__ as cli
 from patches import layout
 from patches.format import load_patches
 
 HEADER = 'subject = "S"\nwhy = "W"\nupstream = "own"\ndrop = "never"\ntests = []\nadds = {}\nrequires = {}\n'
 EDIT = '[[edit]]\nfile = "lightning/pytorch/boat.py"\nfind = "{}"\nreplace = "{}"\n'
+RELEASED = ("lightning", "pytorch_lightning")
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -90,6 +94,61 @@ class TestApply:
         assert status == 1
         assert "Permission denied" in err
         assert "boat.py" in err or "raft.py" in err
+
+
+class TestCheck:
+    """Releases come from a folder here, through pip as ever."""
+
+    @pytest.fixture
+    def pins(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        for name, fabric, pytorch, source in (
+            ("lightning", "lightning/fabric", "lightning/pytorch", "row()\nsail()\ndrift()\n"),
+            ("pytorch_lightning", "lightning_fabric", "pytorch_lightning", "row()\nsail()\n"),
+        ):
+            information = f"{name}-3.1.dist-info"
+            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 3.1\n"
+            with zipfile.ZipFile(tmp_path / f"{name}-3.1-py3-none-any.whl", "w") as wheel:
+                wheel.writestr(f"{fabric}/__init__.py", "")
+                wheel.writestr(f"{pytorch}/boat.py", source)
+                wheel.writestr(f"{information}/METADATA", metadata)
+                wheel.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+                wheel.writestr(f"{information}/RECORD", "")
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+        pins = tmp_path / "upstream.txt"
+        pins.write_text("# why\nlightning==1.0 \\\n    --hash=sha256:0\n")
+        monkeypatch.setattr(upstream, "PINS", pins)
+        return pins
+
+    def test_both_distributions_and_pins_nothing_unasked(self, run: Run, pins: Path) -> None:
+        before = pins.read_text()
+        status, out, _ = run("check", "3.1", "row")
+        name, *lines = out.splitlines()
+        assert status == 0
+        assert name.startswith("lightning 3.1, sha256 ")
+        assert [line for line in lines if "sha256" not in line] == ["row: applies", "row: applies"]
+        assert pins.read_text() == before
+
+    def test_pins_what_it_has_seen_though_a_patch_is_broken(self, run: Run, pins: Path, tmp_path: Path) -> None:
+        status, out, _ = run("check", "--pin", "3.1", "sail")
+        hashes = [sha256((tmp_path / f"{name}-3.1-py3-none-any.whl").read_bytes()) for name in RELEASED]
+        assert status == 1
+        assert "sail: broken: " in out
+        assert pins.read_text() == "# why\n" + "".join(
+            f"{name.replace('_', '-')}==3.1 \\\n    --hash=sha256:{content.hexdigest()}\n"
+            for name, content in zip(RELEASED, hashes, strict=True)
+        )
+
+    def test_unknown_and_malicious_versions_are_refused(self, run: Run, pins: Path) -> None:
+        before = pins.read_text()
+        status, _, err = run("check", "4", "--pin")
+        assert status == 1
+        assert err.startswith("error: pip could not download lightning 4")
+        assert run("check", "2.6.3", "--pin")[::2] == (
+            1,
+            "error: lightning 2.6.3 was malicious: check another version\n",
+        )
+        assert pins.read_text() == before
 
 
 class TestStatus:
