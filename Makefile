@@ -15,7 +15,7 @@ S3RVER_VERSION := 3.7.1
 # the files' times, and an interrupted step, which leaves no stamp, is done again.
 checksum = $(firstword $(shell find $(1) -type f ! -name '*.pyc' | LC_ALL=C sort | xargs cksum | cksum))
 TOOLS_STAMP := $(VENV)/tools-$(call checksum,requirements)
-FORK_STAMP := $(VENV)/fork-$(call checksum,requirements src patches build_backend setup.py NOTICE)
+FORK_STAMP := $(VENV)/fork-$(call checksum,requirements src patches build_backend pytorch-lightning setup.py NOTICE)
 STOCK_STAMPS := $(foreach pins,upstream stock-2.6.4,$(BENCH)/$(pins)/stock-$(call checksum,requirements))
 STORES_STAMP := $(STORES)/installed-$(S3RVER_VERSION)-$(call checksum,requirements/stores.txt)
 PLOT_STAMP := $(BENCH)/plot/plot-$(call checksum,requirements/plot.txt)
@@ -111,8 +111,7 @@ bench-scale: setup $(BENCH)/upstream/stock-$(call checksum,requirements) $(PLOT_
 
 # Both distributions in .venv from linked sources, until a change of the sources makes `make setup` install wheels again.
 dev: setup
-	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
-	PACKAGE_NAME=pytorch $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable . --editable ./pytorch-lightning
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
@@ -135,8 +134,7 @@ $(TOOLS_STAMP): $(VENV)/created
 # Uninstalled first, for pip keeps an installed wheel of the same version.
 $(FORK_STAMP): $(TOOLS_STAMP)
 	rm -rf $(WHEELS) $(VENV)/fork-*
-	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(WHEELS) .
-	PACKAGE_NAME=pytorch $(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(WHEELS) .
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(WHEELS) . ./pytorch-lightning
 	$(BIN)/python -m pip uninstall --quiet --yes lightning pytorch-lightning
 	$(BIN)/python -m pip install --quiet $(WHEELS)/*.whl
 	touch $@

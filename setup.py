@@ -1,7 +1,7 @@
 """The build backend's entry (PEP 517 and PEP 660): ``pip install .`` comes in here.
 
-Two distributions come from this tree: ``lightning``, and with ``PACKAGE_NAME=pytorch`` in the environment
-``pytorch-lightning``. Each is the released wheel, pinned in requirements/upstream.txt, with patches/ applied and
+Two distributions come from this tree: ``lightning``, and ``pytorch-lightning``, whose folder sets
+``PACKAGE_NAME=pytorch``. Each is the released wheel, pinned in requirements/upstream.txt, with patches/ applied and
 src/lightning laid over it. ``LIGHTNING_UPSTREAM_DIR`` names a folder with the released wheels, for builds without a
 network.
 
@@ -77,7 +77,4 @@ def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(
-        "setup.py is a build backend, not a script. Use: pip install .  (for lightning) and"
-        " PACKAGE_NAME=pytorch pip install .  (for pytorch-lightning)"
-    )
+    sys.exit("setup.py is a build backend, not a script. Use: pip install . ./pytorch-lightning")

@@ -24,6 +24,7 @@ CONTENT = (
     "docs",
     "patches",
     "pyproject.toml",
+    "pytorch-lightning",
     "requirements",
     "setup.py",
     "src",

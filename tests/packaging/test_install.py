@@ -1,5 +1,6 @@
 """Installing with pip and uv: in the place of stock Lightning, editable, and without a trace when it is gone."""
 
+import json
 import shutil
 import sys
 import sysconfig
@@ -67,6 +68,32 @@ def test_installing_over_stock_replaces_it_and_uninstalling_leaves_nothing(
     assert environment.files() == empty
 
 
+def test_one_command_installs_both_from_git_and_another_goes_back_to_stock(
+    run: Run, upstream: Path, tmp_path: Path
+) -> None:
+    tree = copy_tree(tmp_path / "tree")
+    run("git", "init", "--quiet", cwd=tree)
+    run("git", "add", "--all", "--force", cwd=tree)
+    run("git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message", "all", cwd=tree)
+    environment = Environment(tmp_path / "venv", run)
+    empty = environment.files()
+    url = f"git+file://{tree}"
+    isolation = ["--no-build-isolation"] if sys.version_info < (3, 11) else []  # tomli comes from the index
+    install = ["install", "--no-index", "--no-deps", *isolation]
+    environment.pip(*install, url, f"{url}#subdirectory=pytorch-lightning")
+    assert versions(environment) == dict.fromkeys(DISTRIBUTIONS.values(), VERSION)
+    stock = [f"{name}==2.6.6" for name in DISTRIBUTIONS.values()]
+    environment.pip(*install, "--find-links", upstream, "--force-reinstall", *stock)
+    assert versions(environment) == dict.fromkeys(DISTRIBUTIONS.values(), "2.6.6")
+    environment.pip("uninstall", "--yes", *DISTRIBUTIONS.values())
+    assert environment.files() == empty
+
+
+def versions(environment: Environment) -> dict[str, str]:
+    listed = json.loads(environment.pip("list", "--format", "json"))
+    return {one["name"]: one["version"] for one in listed if one["name"] in DISTRIBUTIONS.values()}
+
+
 @both
 def test_editable_install_follows_the_sources_and_uninstalling_leaves_nothing(
     name: str, run: Run, tmp_path: Path
@@ -118,23 +145,23 @@ def test_uv_installs_both_and_leaves_nothing(run: Run, tree: Path, tmp_path: Pat
     # 3.10 needs tomli in the build environment, which comes from the index.
     offline = ["--offline"] if sys.version_info >= (3, 11) else []
     command = [uv, "pip", "install", *offline, "--no-deps", "--python", environment.python]
-    for package_name in DISTRIBUTIONS:
-        run(*command, tree, cwd=tmp_path, PACKAGE_NAME=package_name)
+    run(*command, tree, tree / "pytorch-lightning", cwd=tmp_path)
     listing = run(uv, "pip", "list", "--python", environment.python, cwd=tmp_path).stdout.split()
     assert [listing[listing.index(name) + 1] for name in DISTRIBUTIONS.values()] == [VERSION] * 2
     run(uv, "pip", "uninstall", "--python", environment.python, *DISTRIBUTIONS.values(), cwd=tmp_path)
     assert environment.files() - {".lock"} == empty  # uv's own, in every environment that it touches
 
 
-def test_uv_builds_again_after_a_change_of_the_sources(run: Run, tmp_path: Path) -> None:
+def test_uv_builds_both_again_after_a_change_of_the_sources(run: Run, tmp_path: Path) -> None:
     uv = find_uv()
     tree = copy_tree(tmp_path / "tree")
     environment = Environment(tmp_path / "venv", run, see_running=True)
-    command = [uv, "pip", "install", "--no-deps", "--no-build-isolation", "--python", environment.python, tree]
-    run(*command, cwd=tmp_path)
+    command = [uv, "pip", "install", "--no-deps", "--no-build-isolation", "--python", environment.python]
+    run(*command, tree, tree / "pytorch-lightning", cwd=tmp_path)
     (tree / "src" / "lightning" / "fabric" / "storage" / "added_later.py").write_text('"""Added."""\n')
-    run(*command, cwd=tmp_path)
-    assert (environment.site / "lightning" / "fabric" / "storage" / "added_later.py").exists()
+    run(*command, tree, tree / "pytorch-lightning", cwd=tmp_path)
+    for package in ("lightning/fabric", "lightning_fabric"):
+        assert (environment.site / package / "storage" / "added_later.py").exists()
 
 
 @pytest.mark.network

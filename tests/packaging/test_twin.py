@@ -6,7 +6,7 @@ import pytest
 
 from tests.packaging.tools import Environment, Run
 
-COMMAND = "`PACKAGE_NAME=pytorch pip install . && pip install .`"
+COMMAND = "`pip install . ./pytorch-lightning`"
 IMPORTS = {"lightning": "lightning", "pytorch": "pytorch_lightning"}
 DISTRIBUTIONS = {"lightning": "lightning", "pytorch": "pytorch-lightning"}
 INSTALL = ["install", "--no-index", "--no-deps", "--ignore-installed", "--no-compile", "--disable-pip-version-check"]

@@ -13,7 +13,7 @@ def warn_about_stock_twin() -> None:
         rank_zero_warn(
             f"`{mine}` is {version(mine)}, a build with changed I/O paths, but `{twin}` is stock {version(twin)}: what"
             f" imports that one gets none of the changes. Install both from the checkout that `{mine}` came from:"
-            " `PACKAGE_NAME=pytorch pip install . && pip install .`",
+            " `pip install . ./pytorch-lightning`",
             category=UserWarning,
         )
 
