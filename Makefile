@@ -18,12 +18,14 @@ TOOLS_STAMP := $(VENV)/tools-$(call checksum,requirements)
 FORK_STAMP := $(VENV)/fork-$(call checksum,requirements src patches build_backend pytorch-lightning setup.py NOTICE)
 STOCK_STAMPS := $(foreach pins,upstream stock-2.6.4,$(BENCH)/$(pins)/stock-$(call checksum,requirements))
 STORES_STAMP := $(STORES)/installed-$(S3RVER_VERSION)-$(call checksum,requirements/stores.txt)
+UPSTREAM_TESTS := build/upstream-tests
+UPSTREAM_TESTS_STAMP := $(UPSTREAM_TESTS)/venv/installed-$(call checksum,requirements/upstream-tests.txt)
 PLOT_STAMP := $(BENCH)/plot/plot-$(call checksum,requirements/plot.txt)
 
 # Lightning is a package that is installed, and so are our modules inside it: mypy finds them by name.
 OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' | LC_ALL=C sort)
 
-.PHONY: setup test test-all setup-azure test-azure setup-hdfs test-hdfs setup-stores test-stores lint demo bench bench-files bench-sharded bench-async bench-scale dev clean
+.PHONY: setup test test-all setup-azure test-azure setup-hdfs test-hdfs setup-stores test-stores test-upstream lint demo bench bench-files bench-sharded bench-async bench-scale dev clean
 .DELETE_ON_ERROR:
 
 setup: $(FORK_STAMP)
@@ -71,6 +73,20 @@ $(STORES_STAMP):
 	$(PYTHON) -m venv $(STORES)/venv
 	$(STORES)/venv/bin/python -m pip install --quiet --requirement requirements/stores.txt
 	npm install --prefix $(STORES) --no-audit --no-fund --no-package-lock s3rver@$(S3RVER_VERSION)
+	touch $@
+
+# Lightning's own tests, without the patches and with them: make test-upstream CHECKOUT=../pytorch-lightning
+test-upstream: setup $(UPSTREAM_TESTS_STAMP)
+	@test -n "$(CHECKOUT)" || { echo "name a git clone of Lightning: make test-upstream CHECKOUT=DIR" >&2; exit 1; }
+	$(BIN)/python -m tools.upstream_tests $(CHECKOUT)
+
+# It sees what .venv has, and has more of its own.
+$(UPSTREAM_TESTS_STAMP):
+	rm -rf $(UPSTREAM_TESTS)/venv
+	$(BIN)/python -m venv $(UPSTREAM_TESTS)/venv
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$($(UPSTREAM_TESTS)/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_tools.pth"
+	$(UPSTREAM_TESTS)/venv/bin/python -m pip install --quiet --requirement requirements/upstream-tests.txt
 	touch $@
 
 lint: setup
