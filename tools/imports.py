@@ -21,6 +21,7 @@ ROOMS = (
     "options",
     "paths",
     "own_plugins",
+    "device_copies",
     "gc_pause",
 )
 SOURCES = Path(__file__).parent.parent / "src"

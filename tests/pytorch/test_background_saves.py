@@ -329,7 +329,7 @@ def test_the_memory_of_the_first_save_is_allocated_after_the_first_step(
     warmed: list[int] = []
     steps = [0]
     io = AsyncCheckpointIO()
-    monkeypatch.setattr(io.saver._staging, "warm", lambda size, pinned: warmed.append(steps[0]))
+    monkeypatch.setattr(io.saver._staging, "warm", lambda size, device: warmed.append(steps[0]))
 
     def act(step: int) -> None:
         steps[0] = step

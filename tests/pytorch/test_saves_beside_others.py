@@ -204,7 +204,7 @@ def test_fabric_allocates_the_memory_of_the_first_save_when_all_optimizers_have_
 ) -> None:
     plugin = AsyncCheckpointIO()
     warmed: list[tuple[int, int]] = []
-    monkeypatch.setattr(plugin.saver._staging, "warm", lambda size, pinned: warmed.append((steps, size)))
+    monkeypatch.setattr(plugin.saver._staging, "warm", lambda size, device: warmed.append((steps, size)))
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     modules = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(2)]
     optimizers = [fabric.setup(module, torch.optim.Adam(module.parameters()))[1] for module in modules]

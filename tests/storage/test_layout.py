@@ -30,3 +30,9 @@ def test_an_import_upwards_a_circle_and_a_module_without_a_room_are_found(
     assert [fault.split()[0].rpartition(".")[2] for fault in imports.faults()] == ["b", "c"]
     write("cellar.d", "")
     assert imports.faults() == [f"{imports.PACKAGE}.cellar.d is in no room"]
+
+
+def test_one_module_alone_knows_a_kind_of_accelerator() -> None:
+    """All others ask for the module of a tensor's own device, which need not be one of CUDA's."""
+    texts = {name.rpartition(".")[2]: path.read_text("utf-8").lower() for name, path in imports.modules().items()}
+    assert {name for name, text in texts.items() if "cuda" in text.replace("cuda_memory", "")} == {"cuda_memory"}

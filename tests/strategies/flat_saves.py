@@ -27,6 +27,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import Adam, Optimizer
 
+from lightning.fabric.plugins import AsyncCheckpointIO
+from lightning.fabric.storage.background import pending
 from lightning.fabric.storage.sharded.checksums import FileRecords
 from lightning.fabric.storage.strategies import flat_shards, fsdp
 from lightning.fabric.storage.strategies.checkpoint_save import save_sharded
@@ -296,6 +298,41 @@ def compare(name: str, mode: Mode, folder: Path) -> list[str]:
     return wrong
 
 
+def save_replicas(name: str, mode: Mode, folder: Path) -> State:
+    """What this rank copies of a state that two ranks have, and how saves in the background of it end."""
+    module, optimizers = wrapped(mode)
+    plugin, place = AsyncCheckpointIO(max_in_flight=2), str(folder / name.replace(" ", "-"))
+    staging, copied = plugin.saver._staging, []
+    stage = staging.stage_tensors
+
+    def observed(tensors: list[torch.Tensor], meta: Any) -> Any:
+        staged = stage(tensors, meta)
+        copied.append(staged.size)
+        return staged
+
+    staging.stage_tensors = observed  # type: ignore[method-assign]
+    for number in range(3):
+        save_sharded(state_of(module, optimizers), {}, f"{place}-{number}")
+        save_sharded(state_of(module, optimizers), {"step": 1}, f"{place}-{number}-background", plugin)
+        train(module, optimizers)
+    pending.drain()
+    found: State = {"copied": copied, "whole": 0, "differs": []}
+    if torch.distributed.get_rank() == 0:
+        for number in range(3):
+            read = read_by_stock(f"{place}-{number}"), read_by_stock(f"{place}-{number}-background")
+            found["differs"] += differing(*read)
+        found["whole"] = sum(value.nbytes for _, value in flattened(read[0]) if isinstance(value, torch.Tensor))
+    state = state_of(module, optimizers)
+    if torch.distributed.get_rank() == 1:
+        state["bad"] = {1: next(iter(state["model"].values()))}
+    save_sharded(state, {}, f"{place}-bad", plugin)
+    try:
+        pending.drain()
+    except (RuntimeError, ValueError) as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def _names(part: State) -> Any:
     return part.keys() | {"state"}, {name: sorted(state) for name, state in part.get("state", {}).items()}
 
@@ -485,6 +522,8 @@ def run(job: State) -> State:
     modes = {**MODES, **HYBRID_MODES}
     if "modes" in job:
         found: State = {name: compare(name, modes[name], folder) for name in job["modes"]}
+    elif "replicas" in job:
+        found = {name: save_replicas(name, mode, folder) for name, mode in HYBRID_MODES.items()}
     elif "fallbacks" in job:
         found = {name: fall_back(mode, folder / name) for name, mode in FALLBACKS.items()}
     elif "hooks" in job:

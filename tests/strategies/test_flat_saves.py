@@ -27,6 +27,18 @@ def test_replicas_are_written_once(forks: Forks, tmp_path: Path) -> None:
         assert found == {name: [] for name in HYBRID_MODES}
 
 
+def test_of_what_several_ranks_have_only_the_one_that_writes_it_makes_a_copy(forks: Forks, tmp_path: Path) -> None:
+    ranks = found_by_ranks(forks, tmp_path, 4, replicas=True)
+    for name in HYBRID_MODES:
+        found = [rank[name] for rank in ranks]
+        assert found[0]["differs"] == []
+        for number in range(3):
+            assert 0 < sum(rank["copied"][number] for rank in found) <= found[0]["whole"]
+        assert "bad.1" in found[1]["error"]
+        for rank in (found[0], *found[2:]):
+            assert "rank 1: ValueError" in rank["error"]
+
+
 @pytest.fixture(scope="module")
 def fallbacks(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return found_by_ranks(forks, tmp_path_factory.mktemp("fallbacks"), 2, fallbacks=True)

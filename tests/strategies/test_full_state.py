@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.archives.without_tensors import load_without_tensors
 from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.strategies.lazy_tensors import filled, mark_unread
 from tests.servers import Bucket, Server
 from tests.strategies.full_states import checkpoint, trained
 
@@ -147,3 +148,17 @@ def test_a_file_that_is_replaced_before_its_tensors_are_read_is_an_error(
 def test_a_file_of_the_format_before_zip_files_is_left_to_torch(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "x.ckpt", _use_new_zipfile_serialization=False)
     assert load_without_tensors(locate(tmp_path / "x.ckpt")) is None
+
+
+def test_a_file_is_read_into_host_memory_whatever_the_default_device_is(tmp_path: Path) -> None:
+    file = locate(tmp_path / "x.ckpt")
+    weight = torch.rand(3, 4)
+    save_file({"w": weight, "rows": weight[1:], "p": torch.nn.Parameter(torch.ones(2))}, file)
+    loaded = load_without_tensors(file)
+    assert loaded is not None
+    mark_unread(loaded.obj, loaded.file)
+    with torch.device("meta"):
+        read = filled(loaded.obj)
+    assert torch.equal(read["w"], weight)
+    assert torch.equal(read["rows"], weight[1:])
+    assert read["p"].eq(1).all()

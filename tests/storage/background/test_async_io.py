@@ -6,14 +6,18 @@ import pickle
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import Replicate, Shard
 
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.fabric.storage.background import pending
+from lightning.fabric.storage.background import saver as saver_module
 from lightning.fabric.storage.background.saver import saver_of
 from lightning.fabric.storage.background.submissions import watching
 from lightning.fabric.storage.paths.location import locate
@@ -232,7 +236,59 @@ def test_fabric_saves_in_the_background_and_tells_at_the_next_step_what_failed(t
 def test_memory_for_the_first_save_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     saver = AsyncCheckpointIO().saver
     sizes: list[int] = []
-    monkeypatch.setattr(saver._staging, "warm", lambda size, pinned: sizes.append(size))
-    saver.warm([torch.ones(2**20), torch.ones(2**20)])
+    monkeypatch.setattr(saver._staging, "warm", lambda size, device: sizes.append(size))
+    saver.warm([torch.ones(2**20), torch.ones(2**20)], None)
     assert saver.is_warm
     assert 8 * 2**20 < sizes[0] < 10 * 2**20
+
+
+class Part(torch.Tensor):
+    """A tensor of which this rank has a quarter, on an accelerator."""
+
+    def to_local(self) -> torch.Tensor:
+        return torch.ones(2**18)
+
+
+class Replica(Part):
+    """A tensor of which another rank has the same part."""
+
+    device_mesh = SimpleNamespace(size=(2, 4).__getitem__)
+    placements = (Replicate(), Shard(0))
+
+    def to_local(self) -> torch.Tensor:
+        return torch.ones(2**20)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "strategy", "mib", "is_pinned"),
+    [
+        (torch.ones(2**20), SimpleNamespace(), 4, True),
+        (torch.ones(2**20).as_subclass(Part), SimpleNamespace(_save_distributed_checkpoint=True), 1, True),
+        (torch.ones(2**20).as_subclass(Part), SimpleNamespace(_save_distributed_checkpoint=False), 4, False),
+        (torch.ones(2**22).as_subclass(Replica), SimpleNamespace(_save_distributed_checkpoint=True), 2, True),
+        (torch.ones(2**20), SimpleNamespace(sharding_strategy=ShardingStrategy.FULL_SHARD, world_size=4), 16, False),
+        (torch.ones(2**20), SimpleNamespace(sharding_strategy=ShardingStrategy.NO_SHARD, world_size=4), 4, True),
+        (
+            torch.ones(2**20),
+            SimpleNamespace(_state_dict_type="sharded", sharding_strategy=ShardingStrategy.FULL_SHARD, world_size=4),
+            4,
+            True,
+        ),
+    ],
+    ids=[
+        "DDP",
+        "FSDP2 sharded",
+        "FSDP2 full",
+        "FSDP2 with replicas",
+        "FSDP1 full",
+        "FSDP1 without shards",
+        "FSDP1 sharded",
+    ],
+)
+def test_memory_is_prepared_for_what_the_rank_copies_of_a_state(
+    tensor: torch.Tensor, strategy: Any, mib: int, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "has_streams", lambda device: True)
+    size, device = saver_module._expected([tensor], strategy)
+    assert mib < size / 2**20 < mib + 1.1
+    assert device == (tensor.device if is_pinned else None)

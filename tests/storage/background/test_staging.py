@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -25,9 +24,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_map
 
 from lightning.fabric.storage.archives import tensor_bytes
-from lightning.fabric.storage.background import host_memory, staging
+from lightning.fabric.storage.background import host_memory, slot, staged_shard, staging
 from lightning.fabric.storage.background.host_memory import HostMemory
 from lightning.fabric.storage.background.staging import Staging
+from lightning.fabric.storage.collectives.rank_group import RankGroup
+from lightning.fabric.storage.sharded.save_planner import Shard as RankShard
 from tests.storage.states import Raising, serialized
 
 MIB = 2**20
@@ -293,13 +294,13 @@ def test_the_same_memory_is_used_again_and_replaced_by_more_when_it_must(monkeyp
     alive: weakref.WeakSet[HostMemory] = weakref.WeakSet()
 
     class Observed(HostMemory):
-        def __init__(self, size: int) -> None:
+        def __init__(self, size: int, device: torch.device | None) -> None:
             assert not alive, "there is never more than one"
-            super().__init__(size)
+            super().__init__(size, device)
             sizes.append(size)
             alive.add(self)
 
-    monkeypatch.setattr(staging, "HostMemory", Observed)
+    monkeypatch.setattr(slot, "HostMemory", Observed)
     memory = Staging()
     for size in (1600, 16, 1600, 1601, 1800, 1801):
         staged = memory.stage_object(torch.full((size * 64,), size, dtype=torch.int16))
@@ -405,8 +406,8 @@ def first_copy() -> None:
     state = torch.ones(64 * MIB // 4)
     memory = Staging()
     before = _resident_mib()
-    memory.warm(state.nbytes, pinned=False)
-    memory.warm(state.nbytes, pinned=False)  # there is one slot, so this does nothing
+    memory.warm(state.nbytes)
+    memory.warm(state.nbytes)  # there is one slot, so this does nothing
     memory.stage_object(torch.zeros(1)).release()  # waits for it
     warmed = _resident_mib()
     assert 60 < warmed - before < 80
@@ -416,16 +417,16 @@ def first_copy() -> None:
 
 
 def test_the_first_copy_waits_until_all_of_the_memory_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    touch, allocated = HostMemory.touch, threading.Event()
+    touch, allocated = host_memory._touch, threading.Event()
 
-    def touch_late(memory: HostMemory) -> None:
+    def touch_late(view: memoryview) -> None:
         allocated.set()
         time.sleep(0.2)
-        touch(memory)
+        touch(view)
 
-    monkeypatch.setattr(HostMemory, "touch", touch_late)
+    monkeypatch.setattr(host_memory, "_touch", touch_late)
     memory = Staging()
-    memory.warm(MIB, pinned=False)
+    memory.warm(MIB)
     (warming,) = (thread for thread in threading.enumerate() if thread.name == "warm-checkpoint-memory")
     allocated.wait()
     staged = memory.stage_object(torch.full((MIB,), 255, dtype=torch.uint8))
@@ -436,7 +437,7 @@ def test_the_first_copy_waits_until_all_of_the_memory_is_warm(monkeypatch: pytes
 def test_warming_for_too_little_or_too_much_does_no_harm() -> None:
     memory = Staging()
     for size in (1, 2**52):
-        memory.warm(size, pinned=False)
+        memory.warm(size)
         assert memory.stage_object(torch.arange(1000)).object().equal(torch.arange(1000))
         memory = Staging()
 
@@ -505,41 +506,182 @@ def test_garbage_is_looked_for_again_after_a_copy_if_it_was_before(enabled: bool
         (gc.enable if was_enabled else gc.disable)()
 
 
-@pytest.mark.parametrize("error", [0, 2])
-def test_memory_is_pinned_as_long_as_a_tensor_of_it_is_left(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's calls are replaced, for a device is needed to make them; tests/gpu makes them."""
-    registered: list[int] = []
+class Late:
+    """Copies from a device that arrive, or fail, when a test says so. Host memory stands for that of the device."""
 
-    class Cuda:
-        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-            registered.append(address)
-            return error
+    has_arrived = threading.Event()
+    error: Exception | None = None
+    error_of_begin: Exception | None = None
 
-        def cudaHostUnregister(self, address: int) -> None:
-            assert is_mapped(address)
-            registered.remove(address)
+    def __init__(self, device: torch.device, sources: list[torch.Tensor]) -> None:
+        self._sources = sources
 
-    def is_mapped(address: int) -> bool:
-        if sys.platform != "linux":
-            return True
-        ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
-        return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+    def begin(self, pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for target, source in pairs:
+            target.copy_(source)
+        if Late.error_of_begin is not None:
+            raise Late.error_of_begin
 
-    monkeypatch.setattr(host_memory, "_cuda", Cuda)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: memoryview(b""))
-    memory = HostMemory(MIB)
-    tensor = memory.tensor(0, torch.uint8, torch.Size([100]))
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        memory.pin(torch.device("cuda", 0))
-        memory.pin(torch.device("cuda", 0))
-    assert registered == [tensor.data_ptr()], "once"
-    assert [str(warning.message).partition(",")[0] for warning in warned] == (
-        ["0.0 GiB of host memory could not be pinned (CUDA error 2)"] if error else []
-    )
-    del memory
-    assert registered == [tensor.data_ptr()]
-    tensor.fill_(1)
-    del tensor
-    gc.collect()
-    assert bool(registered) == bool(error)
+    def arrived(self) -> bool:
+        if Late.error is not None:
+            raise Late.error
+        if Late.has_arrived.is_set():
+            self._sources = []
+        return Late.has_arrived.is_set()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Late]]:
+    monkeypatch.setattr(staging, "DeviceCopies", Late)
+    monkeypatch.setattr(staging, "has_streams", lambda device: True)
+    monkeypatch.setattr(slot, "has_streams", lambda device: True)
+    monkeypatch.setattr(host_memory, "pinned_memory", lambda size, device: None)
+    Late.has_arrived.clear()
+    yield Late
+    Late.error = Late.error_of_begin = None
+    Late.has_arrived.set()
+    for watcher in watchers():
+        watcher.join(10)
+
+
+def watchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "checkpoint-copies"]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_tensors_are_let_go_as_soon_as_their_copies_have_arrived(late: type[Late]) -> None:
+    memory = Staging(2)
+    sources = [torch.ones(3), torch.ones(4)]
+    references = [weakref.ref(source.untyped_storage()) for source in sources]
+    first, second = memory.stage_object({"ema": sources.pop(0)}), memory.stage_tensors([sources.pop()])
+    assert all(reference() is not None for reference in references)
+    (watcher,) = watchers()
+    late.has_arrived.set()
+    watcher.join(10)
+    assert all(reference() is None for reference in references), "though nobody has asked for the copies"
+    assert first.object()["ema"].equal(torch.ones(3))
+    assert second.tensors[0].equal(torch.ones(4))
+
+
+def test_the_tensors_of_a_shard_are_let_go_as_soon_as_their_copies_have_arrived(late: type[Late]) -> None:
+    weight = torch.ones(5)
+    reference, made = weakref.ref(weight.untyped_storage()), RankShard.of({"w": weight}, {"step": 1}, RankGroup())
+    _, arrived = staged_shard.stage(made, made.plan.items, Staging())
+    del weight, made
+    late.has_arrived.set()
+    until(lambda: reference() is None)
+    shard = arrived()
+    (item,) = shard.plan.items
+    assert shard.resolve(item).equal(torch.ones(5))
+
+
+def test_who_uses_a_copy_waits_for_its_bytes(late: type[Late]) -> None:
+    staged = Staging().stage_tensors([torch.ones(3)])
+    threading.Timer(0.1, late.has_arrived.set).start()
+    start = time.monotonic()
+    assert staged.tensors[0].equal(torch.ones(3))
+    assert time.monotonic() - start > 0.08
+
+
+def test_memory_is_not_given_back_before_the_bytes_have_arrived(late: type[Late]) -> None:
+    memory = Staging()
+    late.error_of_begin = RuntimeError("out of memory")
+    given_up = threading.Event()
+
+    def stage() -> None:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            memory.stage_tensors([torch.ones(3)])
+        given_up.set()
+
+    threading.Thread(target=stage).start()
+    assert not given_up.wait(0.1)
+    assert not memory._free
+    late.has_arrived.set()
+    assert given_up.wait(10)
+    assert len(memory._free) == 1
+
+
+def test_an_error_of_a_device_reaches_the_save_and_its_memory_is_not_used_again(late: type[Late]) -> None:
+    memory = Staging()
+    staged = memory.stage_tensors([torch.ones(3)])
+    before = memory_of_slot(staged)
+    late.error = RuntimeError("an illegal memory access was encountered")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            staged.wait()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        _ = staged.tensors
+    until(lambda: not watchers())
+    staged.release()
+    late.error = None
+    late.has_arrived.set()
+    again = memory.stage_tensors([torch.ones(3)])
+    assert again.tensors[0].equal(torch.ones(3))
+    assert memory_of_slot(again) != before, "bytes may still arrive there"
+
+
+def memory_of_slot(staged: staging.Staged) -> list[HostMemory]:
+    assert staged._slot is not None
+    return list(staged._slot._blocks)
+
+
+def test_memory_of_the_next_copies_is_allocated_while_the_first_is_used() -> None:
+    memory = Staging(2)
+    first = memory.stage_tensors([torch.ones(MIB)])
+    (other,) = memory._free
+    until(lambda: bool(other._blocks))
+    assert other.size == 4 * MIB
+    prepared = list(other._blocks)
+    second = memory.stage_tensors([torch.full((MIB,), 2.0)])
+    assert memory_of_slot(second) == prepared
+    assert first.tensors[0].eq(1).all()
+    assert second.tensors[0].eq(2).all()
+
+
+def test_a_state_that_has_more_than_was_expected_gets_memory_for_the_rest_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+
+    class Observed(HostMemory):
+        def __init__(self, size: int, device: torch.device | None) -> None:
+            sizes.append(size)
+            super().__init__(size, device)
+
+    monkeypatch.setattr(slot, "HostMemory", Observed)
+    memory = Staging()
+    memory.warm(3 * MIB)
+    tensors = [torch.full((MIB,), number, dtype=torch.uint8) for number in range(4)]
+    for _ in range(2):
+        staged = memory.stage_tensors(tensors)
+        assert [copy.unique().tolist() for copy in staged.tensors] == [[0], [1], [2], [3]]
+        staged.release()
+    assert sizes == [3 * MIB, MIB + MIB // 2]
+    staged = memory.stage_tensors([torch.ones(4 * MIB, dtype=torch.uint8)])
+    assert staged.tensors[0].eq(1).all()
+    assert sizes[2:] == [4 * MIB + MIB // 2], "not more than half as much again as is needed, in the wrong pieces"
+    assert len(memory_of_slot(staged)) == 1
+
+
+def test_memory_that_is_not_pinned_is_replaced_when_a_device_comes_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[torch.device | None] = []
+
+    class Observed(HostMemory):
+        def __init__(self, size: int, device: torch.device | None) -> None:
+            devices.append(device)
+            super().__init__(size, device)
+
+    monkeypatch.setattr(slot, "HostMemory", Observed)
+    made = slot.Slot()
+    for has_device in (False, True, False, True):
+        monkeypatch.setattr(slot, "has_streams", lambda device, has_device=has_device: has_device)
+        made.reserve([torch.ones(1000)])
+    monkeypatch.setattr(slot, "has_streams", lambda device: False)
+    made.reserve([torch.ones(1000), torch.ones(1000)])
+    assert devices == [None, torch.device("cpu"), torch.device("cpu")]

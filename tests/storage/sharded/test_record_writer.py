@@ -1,6 +1,7 @@
 """The records of shards, as torch reads them, and their checksums."""
 
 import io
+import itertools
 import zlib
 from typing import Any
 
@@ -82,9 +83,37 @@ def test_large_tensors_of_host_memory_are_sent_as_they_are() -> None:
 def test_memory_of_a_piece_is_enough_for_what_is_not_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_bytes, "_PIECE", 2**20)
     sizes = [len(piece) for tensor in (ROWS, ROWS.t(), ROWS[:, ::2], ROWS.reshape(1, 3, -1).transpose(1, 2))
-             for piece in tensor_bytes.host_pieces(tensor)]  # fmt: skip
+             for piece in tensor_bytes.HostPieces().of(tensor)]  # fmt: skip
     assert max(sizes) <= 2**20
     assert len(sizes) < 150  # and not one a row
+
+
+def test_a_piece_from_a_device_is_not_overwritten_before_the_next_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without memory stand for those of a device, and its copies arrive at once."""
+    numbers, waited = itertools.count(1), []
+
+    class Copies:
+        def __init__(self, device: torch.device, sources: list[torch.Tensor]) -> None:
+            assert all(source.nbytes <= 256 for source in sources)
+
+        def begin(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+            ((target, source),) = pairs
+            assert (target.dtype, target.shape) == (source.dtype, source.shape)
+            target.fill_(next(numbers))
+
+        def wait(self) -> None:
+            waited.append(None)
+
+    monkeypatch.setattr(tensor_bytes, "_PIECE", 256)
+    monkeypatch.setattr(tensor_bytes, "DeviceCopies", Copies)
+    pieces, addresses = tensor_bytes.HostPieces(), set()
+    for count, first in ((150, 1), (64, 4), (1, 5)):
+        for number, piece in enumerate(pieces.of(torch.empty(count, dtype=torch.int32, device="meta")), first):
+            values = torch.frombuffer(piece, dtype=torch.int32)
+            assert (values == number).all()
+            assert len(waited) == number, "and has arrived"
+            addresses.add(values.data_ptr())
+    assert len(addresses) == 2
 
 
 def test_a_save_is_ended_between_the_pieces_of_one_tensor() -> None:

@@ -139,7 +139,8 @@ def test_a_part_of_another_size_is_refused_when_it_is_planned() -> None:
 def test_all_boxes_are_staged_in_one_copy_of_just_their_bytes() -> None:
     memory = torch.arange(100.0)  # of a flat parameter
     state = {"w": FlatShard(memory[10:21], 1, 12, (3, 4)), "b": FlatShard(memory[30:37], 0, 7, (9,))}
-    staged, arrived = stage(Shard.of({"model": state}, None, RankGroup()), Staging())
+    shard = Shard.of({"model": state}, None, RankGroup())
+    staged, arrived = stage(shard, shard.plan.items, Staging())
     assert staged.size == (11 + 7) * 4
     memory.zero_()
     shard = arrived()

@@ -88,7 +88,7 @@ def step_ended(trainer: "Trainer") -> None:
     saver = saver_of(trainer.strategy.checkpoint_io)
     if saver is not None and not saver.is_warm and trainer.global_step > 0 and saves_here(trainer.strategy):
         module = trainer.lightning_module
-        saver.warm([*module.parameters(), *module.buffers(), *states_of(trainer.optimizers)])
+        saver.warm([*module.parameters(), *module.buffers(), *states_of(trainer.optimizers)], trainer.strategy)
 
 
 def begin(callback: "ModelCheckpoint", trainer: "Trainer") -> None:

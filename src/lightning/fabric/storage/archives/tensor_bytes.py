@@ -5,6 +5,8 @@ from collections.abc import Hashable, Iterator
 import torch
 from torch import Tensor
 
+from lightning.fabric.storage.device_copies import DeviceCopies, pinned_memory
+
 #: Bytes that are copied from an accelerator at a time, of which two pieces are in host memory, or that are made
 #: contiguous at a time.
 _PIECE = 16 * 2**20
@@ -27,36 +29,44 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def host_pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """Yields a tensor's bytes in host memory. Those of an accelerator come in new memory, of which none is kept.
+class HostPieces:
+    """Bytes of tensors in host memory, piece by piece; those of accelerators in the same memory again and again.
 
-    While one piece is being sent, the next is copied from the device.
+    That is two pieces large: while one is being sent, the next is copied from the device.
     """
-    pieces = (piece for (rows,) in rows_of(tensor) for piece in _pieces(rows))
-    if tensor.device.type != "cuda":
-        yield from (piece.cpu().numpy().data for piece in pieces)
-        return
-    copies = (_copy_from_cuda(piece) for piece in pieces)
-    ahead = next(copies, None)
-    while ahead is not None:
-        host, copied = ahead
+
+    def __init__(self) -> None:
+        self._halves: list[Tensor] = []
+
+    def of(self, tensor: Tensor) -> Iterator[memoryview]:
+        """Yields a plain tensor's bytes. If its device is not the host, each piece is valid until the next."""
+        pieces = (piece for (rows,) in rows_of(tensor) for piece in _pieces(rows))
+        if tensor.device.type == "cpu":
+            yield from (piece.view(torch.uint8).numpy().data for piece in pieces)
+            return
+        copies = (self._copy(piece, number % 2) for number, piece in enumerate(pieces))
         ahead = next(copies, None)
-        copied.synchronize()
-        yield host.numpy().data
+        while ahead is not None:
+            host, copied = ahead
+            ahead = next(copies, None)
+            copied.wait()
+            yield host.numpy().data
 
-
-def _copy_from_cuda(piece: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    # torch keeps pinned memory that is free for the next piece, and does not give it out before the copy has ended
-    host = torch.empty(len(piece), dtype=torch.uint8, device="cpu", pin_memory=True)
-    host.copy_(piece, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record(torch.cuda.current_stream(piece.device))
-    return host, copied
+    def _copy(self, piece: Tensor, half: int) -> tuple[Tensor, DeviceCopies]:
+        if not self._halves:
+            size = 2 * _PIECE
+            pinned = pinned_memory(size, piece.device)
+            both = torch.empty(size, dtype=torch.uint8, device="cpu") if pinned is None else pinned
+            self._halves = [both[:_PIECE], both[_PIECE:]]
+        host, copies = self._halves[half][: piece.nbytes], DeviceCopies(piece.device, [piece])
+        copies.begin([(host.view(piece.dtype), piece)])
+        return host, copies
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    yield from (flat[at : at + _PIECE] for at in range(0, len(flat), _PIECE))
+    flat = tensor.contiguous().reshape(-1)  # not as bytes, which some devices have no view as
+    size = _PIECE // flat.element_size()
+    yield from (flat[at : at + size] for at in range(0, len(flat), size))
 
 
 def rows_of(tensor: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -5,23 +5,27 @@ import mmap
 import os
 import sys
 import warnings
-import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning.fabric.storage.background import cuda_memory
+from lightning.fabric.storage.device_copies import pinned_memory
+
 #: Tensors start at multiples of so many bytes, as in the archives of ``torch.save``.
 ALIGNMENT = 64
-#: Bytes that are touched at a time; torch does not use its threads, which are for training, for that few pages.
+#: Bytes that a thread touches at a time.
 _TOUCHED = 64 * 2**20
+_TOUCHING_THREADS = 4
 _PAGE = 4096
 #: Linux's flag for memory of which a forked process gets the addresses, but not the content.
 _MADV_WIPEONFORK = 18
-#: CUDA's flag for memory that counts as pinned for all devices.
-_HOST_REGISTER_PORTABLE = 1
+#: Linux's flag for memory that a forked process does not get, for kernels without the other one.
+_MADV_DONTFORK = 10
 
 
 class HostMemory:
@@ -29,16 +33,37 @@ class HostMemory:
 
     Args:
         size: Bytes of the block.
+        device: An accelerator that copies to it, for which it is pinned; there is a warning where that is not possible.
 
     Raises:
         MemoryError: The host has not enough memory.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: torch.device | None = None) -> None:
         self.size = size
-        self._mapping = _map(max(size, 1))
-        self._view = memoryview(self._mapping)
-        self._pinning_was_tried = False
+        self.device = device
+        self.registered: cuda_memory.Registered | None = None
+        registers = device is not None and cuda_memory.takes_registered(device)
+        if device is not None and not registers and (pinned := pinned_memory(max(size, 1), device)) is not None:
+            self._view = pinned.numpy().data
+            return
+        mapping = _map(max(size, 1))
+        self._view = memoryview(mapping)
+        can_pin = _keep_from_forks(mapping)
+        # before it is registered, when the driver would have one thread do it, and other processes wait
+        _touch(self._view)
+        if device is None or not registers:
+            return
+        reason: str | None = "the kernel cannot keep it from forked processes"
+        if can_pin:
+            self.registered = cuda_memory.Registered(self._view, mapping, device)
+            reason = self.registered.reason
+        if reason is not None:
+            warnings.warn(
+                f"{size / 2**30:.1f} GiB of host memory are not pinned, so training stops for longer while a"
+                f" checkpoint is copied from the device: {reason}.",
+                stacklevel=2,
+            )
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         """Returns a contiguous tensor in this memory, with a storage of its own, which torch saves without the rest.
@@ -53,64 +78,55 @@ class HostMemory:
             return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(self._view, dtype=dtype, count=count, offset=offset).view(shape)
 
-    def touch(self) -> None:
-        """Writes to each page, for which the system then need not find memory later. The content becomes undefined."""
-        pages = torch.frombuffer(self._view, dtype=torch.uint8)[::_PAGE]
-        for at in range(0, len(pages), _TOUCHED // _PAGE):
-            pages[at : at + _TOUCHED // _PAGE].fill_(0)
+    def parts(self, target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Cuts a tensor in this memory, and one of its shape, where memory ends that can be copied to at a time.
 
-    def pin(self, device: torch.device) -> None:
-        """Pins the memory, so that accelerators copy to it while the CPU goes on, or warns that this is not possible.
-
-        Args:
-            device: Any CUDA device that this process uses.
+        What is not contiguous is made so before it is cut.
         """
-        if self._pinning_was_tried:
+        start = target.data_ptr() - torch.frombuffer(self._view, dtype=torch.uint8, count=1).data_ptr()
+        block, itemsize = cuda_memory.BLOCK, target.element_size()
+        first = block - start % block
+        if target.nbytes <= first:
+            yield target, source
             return
-        self._pinning_was_tried = True
-        address = torch.frombuffer(self._view, dtype=torch.uint8).data_ptr()
-        # torch's own pinned memory would take the next power of two, and keep it when it is not needed any more
-        with ThreadPoolExecutor(1) as own_thread:  # CUDA reports a failure once more, to the next call in the thread
-            error = own_thread.submit(_register, address, len(self._mapping), device).result()
-        if error:
-            warnings.warn(
-                f"{len(self._mapping) / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {error}), so"
-                " training stops for longer while a checkpoint is copied from the device. Look whether the host has as"
-                " much free memory, and whether `ulimit -l` or the container limits what may be locked.",
-                stacklevel=2,
-            )
-        else:
-            # called when no tensor is left that holds the view; until then the memory stays mapped
-            weakref.finalize(self._view, _unregister, self._mapping, address, os.getpid()).atexit = False
+        target, source = target.view(-1), source.reshape(-1)
+        ends = [*range(first, target.nbytes, block), target.nbytes]
+        for at, end in zip([0, *ends], ends, strict=False):
+            yield target[at // itemsize : end // itemsize], source[at // itemsize : end // itemsize]
+
+
+def _touch(view: memoryview) -> None:
+    """Writes to each page, for which the system then need not find memory later."""
+    pages, step = np.frombuffer(view, np.uint8)[::_PAGE], _TOUCHED // _PAGE
+
+    def touch(at: int) -> None:
+        pages[at : at + step] = 0  # which other threads can run beside
+
+    with ThreadPoolExecutor(_TOUCHING_THREADS) as threads:
+        list(threads.map(touch, range(0, len(pages), step)))
 
 
 def _map(size: int) -> mmap.mmap:
     try:
-        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
             f"Cannot allocate {size / 2**30:.1f} GiB of host memory for a copy of the state, which an asynchronous save"
             " needs. Save synchronously (without `AsyncCheckpointIO`), or let fewer processes share this host."
         ) from error
-    if sys.platform == "linux":
-        # Without this, writing again after a fork, such as that of a data loader's workers, would copy the memory: that
-        # is only slower. No huge pages: where memory is fragmented, to make room for them takes far longer than to
-        # touch small ones, and the first save would wait for that.
+
+
+def _keep_from_forks(mapping: mmap.mmap) -> bool:
+    """Returns whether memory is kept from forked processes, such as a data loader's workers.
+
+    Otherwise writing again after a fork copies the memory. That is only slower, unless it is pinned: a device goes on
+    to write to the memory that the other process has then. No huge pages: where memory is fragmented, to make room for
+    them takes far longer than to touch small ones, and the first save would wait for that.
+    """
+    if sys.platform != "linux":
+        return not hasattr(os, "fork")
+    for advice in (_MADV_WIPEONFORK, _MADV_DONTFORK):
         with suppress(OSError):
-            mapping.madvise(_MADV_WIPEONFORK)
-    return mapping
-
-
-def _register(address: int, size: int, device: torch.device) -> int:
-    """Pins memory, and returns CUDA's error, 0 for none."""
-    with torch.cuda.device(device):  # else this thread would take memory of the first device
-        return int(_cuda().cudaHostRegister(address, size, _HOST_REGISTER_PORTABLE))
-
-
-def _unregister(mapping: mmap.mmap, address: int, process: int) -> None:
-    if os.getpid() == process:  # a forked one has nothing pinned, and must not use CUDA
-        _cuda().cudaHostUnregister(address)
-
-
-def _cuda() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            mapping.madvise(advice)
+            return True
+    return False

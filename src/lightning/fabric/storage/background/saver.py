@@ -1,9 +1,10 @@
 """Saves checkpoints in the background: the training thread only copies the state to host memory."""
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,7 +17,8 @@ from lightning.fabric.storage.background.queue import OnError, Queue
 from lightning.fabric.storage.background.staging import Staging
 from lightning.fabric.storage.background.submissions import Save, may_skip
 from lightning.fabric.storage.collectives.channel import Channel
-from lightning.fabric.storage.collectives.errors import failures_of_ranks, from_rank_zero
+from lightning.fabric.storage.collectives.errors import PeerFailed, failures_of_ranks, from_rank_zero
+from lightning.fabric.storage.device_copies import has_streams
 from lightning.fabric.storage.own_plugins import saves_shards
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.save_report import reporting, stage
@@ -24,6 +26,7 @@ from lightning.fabric.utilities.distributed import _distributed_is_initialized
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.planner import WriteItem
 
     from lightning.fabric.storage.collectives.rank_group import RankGroup
     from lightning.fabric.storage.sharded.save_planner import PlanCache, Shard
@@ -59,6 +62,8 @@ class BackgroundSaver:
         self._channel: Channel | None = None
         self._channel_of: ProcessGroup | None = None
         self._plans: PlanCache | None = None
+        #: Whether several ranks have the same parts of distributed tensors, once that is known.
+        self._has_replicas: bool | None = None
 
     def set_up(self) -> None:
         """Makes the process group of the saves in the background; a collective call."""
@@ -122,7 +127,9 @@ class BackgroundSaver:
                 self._queue.wait_for_room(place)
             try:
                 with stage("stage"):
-                    copy, arrived = stage_shard(Shard.of(state, meta, group), self._staging)
+                    shard = cache(lambda: Shard.of(state, meta, group))
+                    items = self._items_to_copy(shard, plans)
+                    copy, arrived = stage_shard(shard(), items, self._staging)
             except BaseException as error:
                 # raised in the next collective call of the save, on all ranks
                 self._queue.submit(save, partial(_save_shard, place, group, partial(_fail, error), plans))
@@ -130,6 +137,27 @@ class BackgroundSaver:
                     raise
                 return
         self._queue.submit(save, partial(_save_shard, place, group, arrived, plans), copy.release)
+
+    def _items_to_copy(self, shard: "Callable[[], Shard]", plans: "PlanCache") -> "list[WriteItem]":
+        """Returns the items that this rank copies of its shard; a collective call.
+
+        Those are all, unless several ranks have the same, as with hybrid sharding. Then the ranks agree at once which
+        of them writes each, and no other one copies it.
+        """
+        from torch.distributed.checkpoint import CheckpointException
+
+        from lightning.fabric.storage.collectives.rank_group import RankGroup
+
+        group = RankGroup()  # that of this thread
+        ranks = group.world_size
+        try:
+            if self._has_replicas is None:
+                self._has_replicas = group.gather_scatter(
+                    "plan", lambda: shard().values(), lambda values: [_are_more_than_whole(values)] * ranks
+                )
+            return plans.agree(lambda: shard().plan, group)[0].items if self._has_replicas else shard().plan.items
+        except CheckpointException as error:  # on all ranks, which report it in the background
+            raise group.error or PeerFailed("another rank could not plan") from error
 
     def remove(self, place: Place, work: Callable[[], None], is_partial: bool = False) -> None:
         """Removes something after the last save, unless that fails.
@@ -141,7 +169,7 @@ class BackgroundSaver:
         """
         self._queue.submit_removal(place, work, is_partial)
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def stepped(self, optimizer: Optimizer, strategy: Any) -> None:
         """Allocates memory for the parameters and the states of all optimizers when one takes its second step.
 
         Then the others have taken their first, in which their states are made.
@@ -153,25 +181,22 @@ class BackgroundSaver:
             return
         groups = [group for of in self._stepped for group in of.param_groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
-        self.warm([*parameters, *states_of(self._stepped)])
+        self.warm([*parameters, *states_of(self._stepped)], strategy)
         self._stepped.clear()
 
     def copy_when_saved(self, place: Place, work: Callable[[], None]) -> None:
         """Copies the last save to ``place``, unless it fails."""
         self._queue.submit_copy(place, work)
 
-    def warm(self, tensors: Iterable[Tensor]) -> None:
+    def warm(self, tensors: Iterable[Tensor], strategy: Any) -> None:
         """Allocates memory in a thread, so that the first save need not.
 
         Args:
-            tensors: Most of the tensors of a state of this rank. Only their sizes matter.
+            tensors: Most of the tensors of a state, or this rank's parts of them. Only their sizes matter.
+            strategy: The strategy that saves it.
         """
         self.is_warm = True
-        parts = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
-        local = [tensor for tensor in parts if is_plain(tensor)]
-        # each is aligned, and there is a little more in a state
-        size = _EXTRA + sum(tensor.nbytes + ALIGNMENT for tensor in local)
-        self._staging.warm(size, pinned=any(tensor.is_cuda for tensor in local))
+        self._staging.warm(*_expected(list(tensors), strategy))
 
 
 def states_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
@@ -189,7 +214,36 @@ def optimizer_stepped(strategy: Any, optimizer: Optimizer) -> None:
     """Prepares memory; Fabric calls this after each step of an optimizer that it has set up."""
     saver = saver_of(getattr(strategy, "checkpoint_io", None))
     if saver is not None and not saver.is_warm and saves_here(strategy):
-        saver.stepped(optimizer)
+        saver.stepped(optimizer, strategy)
+
+
+def _are_more_than_whole(values: list[tuple[int, int]]) -> bool:
+    """Returns whether ranks have more values of distributed tensors than these have, by what each of them counted."""
+    return 2 * sum(own for own, _ in values) > 3 * max(whole for _, whole in values)
+
+
+def _expected(tensors: list[Tensor], strategy: Any) -> tuple[int, torch.device | None]:
+    """Returns about how many bytes of a state this rank stages, and an accelerator that some of them are on."""
+    is_sharded = saves_shards(strategy)
+    sharding = getattr(getattr(strategy, "sharding_strategy", None), "name", None)
+    # with FSDP's first version each rank has a part of the flat parameters
+    ranks = strategy.world_size if not is_sharded and sharding in ("FULL_SHARD", "SHARD_GRAD_OP") else 1
+    plain = [tensor for tensor in tensors if is_plain(tensor)]
+    distributed = [tensor for tensor in tensors if hasattr(tensor, "to_local")]
+    size = sum(_share_of(tensor) if is_sharded else tensor.nbytes for tensor in distributed)
+    size += ranks * sum(tensor.nbytes for tensor in plain)
+    # each is aligned, and there is a little more in a state
+    size += _EXTRA + ALIGNMENT * len(tensors)
+    if not is_sharded and (distributed or ranks > 1):  # torch gathers it in host memory
+        return size, None
+    return size, next((tensor.device for tensor in (*plain, *distributed) if has_streams(tensor.device)), None)
+
+
+def _share_of(tensor: Any) -> int:
+    """Returns the bytes that this rank copies of a distributed tensor, of which others may have the same part."""
+    placements = enumerate(getattr(tensor, "placements", ()))
+    copies = math.prod(tensor.device_mesh.size(dim) for dim, placement in placements if placement.is_replicate())
+    return int(tensor.to_local().nbytes // copies)
 
 
 def _save_shard(place: Place, group: "RankGroup", look: "Callable[[], Shard]", plans: "PlanCache") -> None:

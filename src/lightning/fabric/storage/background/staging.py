@@ -5,6 +5,7 @@ everything else is pickled.
 """
 
 import threading
+import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -13,9 +14,14 @@ from torch import Tensor
 from torch.storage import UntypedStorage
 
 from lightning.fabric.storage.archives.tensor_bytes import bytes_of, is_plain, memory_of, rows_of
-from lightning.fabric.storage.background.host_memory import ALIGNMENT, HostMemory
+from lightning.fabric.storage.background.cuda_memory import beside_captures
+from lightning.fabric.storage.background.slot import Slot, Spot
 from lightning.fabric.storage.background.state_pickler import Pickled
+from lightning.fabric.storage.device_copies import DeviceCopies, has_streams
 from lightning.fabric.storage.gc_pause import collection_paused
+
+#: Seconds between two looks whether copies have arrived. To wait for them instead would end the capture of a graph.
+_POLL = 0.002
 
 
 class Staging:
@@ -29,17 +35,20 @@ class Staging:
     def __init__(self, slots: int = 1) -> None:
         self._lock = threading.RLock()  # a signal handler may save
         self._slots = slots
-        self._free = [_Slot() for _ in range(slots)]
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._free = [Slot() for _ in range(slots)]
+        #: Copies whose bytes are in flight, and the thread that lives as long as there are any.
+        self._watched: list[Staged] = []
+        self._watcher: threading.Thread | None = None
 
-    def warm(self, size: int, pinned: bool) -> None:
+    def warm(self, size: int, device: torch.device | None = None) -> None:
         """Allocates the memory of one copy in a thread; the first copy, which would else do it, waits for the rest.
+
+        That of others is allocated when there is a first one.
 
         Args:
             size: Bytes of the expected tensors. For more, the memory is allocated again.
-            pinned: Whether some of the tensors are on CUDA devices.
+            device: An accelerator that some of the tensors are on.
         """
-        device = torch.device("cuda", torch.cuda.current_device()) if pinned else None
         with self._lock:
             if self._free:
                 min(self._free, key=lambda slot: slot.size).warm(size, device)
@@ -51,8 +60,8 @@ class Staging:
             obj: Anything that ``torch.save`` takes.
 
         Returns:
-            The copy. Bytes from CUDA devices may be in flight still. The devices' current streams wait for them: what
-            is launched from now on does not change the copy.
+            The copy. Bytes from devices may be in flight still. The devices' current streams wait for them: what is
+            launched from now on does not change the copy.
 
         Raises:
             pickle.PicklingError: A part of the object cannot be pickled; the message names it.
@@ -73,22 +82,26 @@ class Staging:
         try:
             with collection_paused():
                 self._stage(staged, slot, tensors, obj)
+            self._watch(staged)
         except BaseException:
             staged.release()
             raise
+        with self._lock:
+            for other in self._free:
+                other.warm(slot.size, slot.device)
         return staged
 
-    def _take(self) -> "_Slot":
+    def _take(self) -> Slot:
         with self._lock:
             self._free.sort(key=lambda slot: slot.size)
-            return self._free.pop() if self._free else _Slot()
+            return self._free.pop() if self._free else Slot()
 
-    def _give_back(self, slot: "_Slot") -> None:
+    def _give_back(self, slot: Slot) -> None:
         with self._lock:
             if len(self._free) < self._slots:
                 self._free.append(slot)
 
-    def _stage(self, staged: "Staged", slot: "_Slot", tensors: Sequence[Tensor], obj: Any) -> None:
+    def _stage(self, staged: "Staged", slot: Slot, tensors: Sequence[Tensor], obj: Any) -> None:
         staged._pickled = Pickled(obj)
         sources = [bytes_of(storage) for storage in staged._pickled.take_storages()]
         storages = len(sources)
@@ -102,63 +115,97 @@ class Staging:
             if place == len(sources):
                 sources.append(tensor.detach())
             items.append(place)
-        targets = slot.reserve(sources)
-        self._copy(staged, targets, sources)
+        spots = slot.reserve(sources)
+        targets = [spot.tensor for spot in spots]
+        self._copy(staged, spots, sources)
         staged.size = sum(source.nbytes for source in sources)
         staged._storages = [target.untyped_storage() for target in targets[:storages]]
         staged._tensors = [targets[item] if isinstance(item, int) else item for item in items]
 
-    def _copy(self, staged: "Staged", targets: list[Tensor], sources: list[Tensor]) -> None:
-        on_host: list[tuple[Tensor, Tensor]] = []
-        on_cuda: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-        for target, source in zip(targets, sources, strict=True):
-            (on_cuda.setdefault(source.device, []) if source.is_cuda else on_host).append((target, source))
-        for device, pairs in on_cuda.items():
-            staged._sources += [source for _, source in pairs]
-            self._copy_beside(staged, device, pairs)
-        for target, source in on_host:  # while CUDA devices copy; also from other devices, for which this waits
+    def _copy(self, staged: "Staged", spots: list[Spot], sources: list[Tensor]) -> None:
+        at_once: list[tuple[Tensor, Tensor]] = []
+        beside: dict[torch.device, list[tuple[Spot, Tensor]]] = {}
+        for spot, source in zip(spots, sources, strict=True):
+            if has_streams(source.device):
+                beside.setdefault(source.device, []).append((spot, source))
+            else:
+                at_once.append((spot.tensor, source))
+        for device, those in beside.items():
+            copies = DeviceCopies(device, [source for _, source in those])
+            staged.add(copies)
+            # torch makes contiguous on the device, in memory of its own, what it copies from there
+            copies.begin(
+                part
+                for spot, source in those
+                for rows, into in rows_of(source, spot.tensor)
+                for part in spot.memory.parts(into, rows)
+            )
+        for target, source in at_once:  # while devices copy; also from devices without streams, for which this waits
             target.copy_(source)
 
-    def _copy_beside(self, staged: "Staged", device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Copies on a stream of its own, for which the device's current stream waits, but the CPU does not."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream, current = self._streams[device], torch.cuda.current_stream(device)
-        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(stream):
-                for target, source in pairs:
-                    # torch makes contiguous on the device, in memory of its own, what it copies from there
-                    for rows, into in rows_of(source, target):
-                        into.copy_(rows, non_blocking=True)
-        finally:  # there may be no memory left for some rows, while others are being copied
-            copied.record(stream)
-            current.wait_event(copied)
-            staged._arriving.append((device, copied))
+    def _watch(self, staged: "Staged") -> None:
+        """Has a thread look when the bytes of a copy arrive, for its sources to be let go then."""
+        if staged.arrived():
+            return
+        with self._lock:
+            self._watched.append(staged)
+            if self._watcher is None:
+                watcher = threading.Thread(target=self._look, name="checkpoint-copies", daemon=True)
+                watcher.start()
+                self._watcher = watcher
+
+    def _look(self) -> None:
+        while True:
+            with self._lock:
+                watched = list(self._watched)
+            # without the lock, for which a signal handler might wait that interrupts whoever has that of a copy
+            arrived = [staged for staged in watched if staged.arrived()]
+            with self._lock:
+                self._watched = [staged for staged in self._watched if staged not in arrived]
+                if not self._watched:
+                    self._watcher = None
+                    return
+            time.sleep(_POLL)
 
 
 class Staged:
     """A copy of a state, which can be used until its release."""
 
-    def __init__(self, staging: Staging, slot: "_Slot") -> None:
+    def __init__(self, staging: Staging, slot: Slot) -> None:
         #: Bytes of the copied tensors.
         self.size = 0
         self._staging = staging
-        self._slot: _Slot | None = slot
+        self._slot: Slot | None = slot
         self._pickled: Pickled | None = None
         self._storages: list[UntypedStorage] = []
         self._tensors: list[Tensor] = []
-        self._arriving: list[tuple[torch.device, torch.cuda.Event]] = []
-        self._sources: list[Tensor] = []
+        self._lock = threading.RLock()
+        self._in_flight: list[DeviceCopies] = []
+        self._error: Exception | None = None
+
+    def add(self, copies: DeviceCopies) -> None:
+        """Adds copies that are about to begin."""
+        self._in_flight.append(copies)
+
+    def arrived(self) -> bool:
+        """Returns whether all bytes have arrived from devices, or a device has failed, without waiting."""
+        with self._lock, beside_captures():
+            try:
+                self._in_flight = [copies for copies in self._in_flight if not copies.arrived()]
+            except Exception as error:
+                self._error, self._in_flight = error, []
+            return not self._in_flight
 
     def wait(self) -> None:
-        """Waits until all bytes have arrived from CUDA devices."""
-        for device, copied in self._arriving:
-            with torch.cuda.device(device):  # a thread's first use of CUDA takes memory of its current device
-                copied.synchronize()
-        self._arriving.clear()
-        self._sources.clear()
+        """Waits until all bytes have arrived from devices.
+
+        Raises:
+            Exception: The error of a device.
+        """
+        while not self.arrived():
+            time.sleep(_POLL)
+        if self._error is not None:
+            raise self._error
 
     def object(self) -> Any:
         """Waits for the bytes, and makes an object like the copied one, as a load with ``map_location="cpu"`` would.
@@ -180,56 +227,10 @@ class Staged:
         return self._tensors
 
     def release(self) -> None:
-        """Gives the memory back for another copy. A second call does nothing."""
-        self.wait()
+        """Waits for the bytes, and gives the memory back for another copy. A second call does nothing."""
+        while not self.arrived():
+            time.sleep(_POLL)
         self._pickled, self._storages, self._tensors = None, [], []
         slot, self._slot = self._slot, None
-        if slot is not None:
-            self._staging._give_back(slot)
-
-
-class _Slot:
-    """The memory of one copy."""
-
-    def __init__(self) -> None:
-        #: Bytes that it has, or for which memory is being prepared.
-        self.size = 0
-        self._memory: HostMemory | None = None
-        self._warming: threading.Thread | None = None
-
-    def warm(self, size: int, device: torch.device | None) -> None:
-        if self._warming is None and size > self.size:
-            self.size = size
-            self._warming = threading.Thread(
-                target=self._warm, args=(size, device), name="warm-checkpoint-memory", daemon=True
-            )
-            self._warming.start()
-
-    def reserve(self, sources: list[Tensor]) -> list[Tensor]:
-        """Returns a place in memory for each tensor; the memory is pinned if one is on a CUDA device."""
-        if self._warming is not None:
-            self._warming.join()
-            self._warming = None
-        offsets, size = [], 0
-        for source in sources:
-            offsets.append(size)
-            size += -(-source.nbytes // ALIGNMENT) * ALIGNMENT
-        memory = self._allocate(size, next((source.device for source in sources if source.is_cuda), None))
-        return [memory.tensor(at, source.dtype, source.shape) for at, source in zip(offsets, sources, strict=True)]
-
-    def _warm(self, size: int, device: torch.device | None) -> None:
-        try:
-            self._allocate(size, device).touch()
-        except MemoryError:
-            self.size = 0  # the first save tries again, and raises the error
-
-    def _allocate(self, size: int, device: torch.device | None) -> HostMemory:
-        if self._memory is None or self._memory.size < size:
-            # a state that has grown may go on growing, and new memory takes longer than a copy
-            size += 0 if self._memory is None else size // 8
-            self._memory = None  # first, so that there is never twice as much
-            self._memory = HostMemory(size)
-            self.size = size
-        if device is not None:
-            self._memory.pin(device)
-        return self._memory
+        if slot is not None:  # a device that has failed may still write to the memory: there will be other memory
+            self._staging._give_back(slot if self._error is None else Slot())

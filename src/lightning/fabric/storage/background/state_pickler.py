@@ -78,16 +78,25 @@ class _Pickler(pickle.Pickler):
         self.storages: list[UntypedStorage] = []
         self.types: list[torch.dtype] = []
         self._places: dict[int, int] = {}
+        #: Whether torch pickles tensors by their storages, for each type of device that has come up.
+        self._has_storages = {"cpu": True}
 
     @override
     def reducer_override(self, obj: Any) -> Any:
         """Reduces frequent tensors as ``Tensor.__reduce_ex__`` does, in less than half the time."""
-        is_frequent = type(obj) is Tensor and obj.dtype in _FREQUENT and obj.device.type in ("cpu", "cuda")
-        if not is_frequent or obj.__dict__ or not is_plain(obj):
+        is_frequent = type(obj) is Tensor and obj.dtype in _FREQUENT
+        if not is_frequent or obj.__dict__ or not is_plain(obj) or not self._has_storage(obj):
             return NotImplemented
         storage = TypedStorage(wrap_storage=obj.untyped_storage(), dtype=obj.dtype, _internal=True)  # type: ignore[no-untyped-call]
         place = storage, obj.storage_offset(), tuple(obj.size()), obj.stride()
         return torch._utils._rebuild_tensor_v2, (*place, obj.requires_grad, None)
+
+    def _has_storage(self, tensor: Tensor) -> bool:
+        kind = tensor.device.type
+        if kind not in self._has_storages:
+            function, *_ = tensor.new_empty(0).__reduce_ex__(2)  # type: ignore[no-untyped-call]
+            self._has_storages[kind] = function is torch._utils._rebuild_tensor_v2
+        return self._has_storages[kind]
 
     @override
     def persistent_id(self, obj: Any) -> int | None:

@@ -236,7 +236,7 @@ class _Fetch:
     def run(self) -> None:
         view = self._requests[0].into
         if view is None:
-            self._data = torch.empty(self._stop - self._start, dtype=torch.uint8)
+            self._data = torch.empty(self._stop - self._start, dtype=torch.uint8, device="cpu")
             view = self._data.numpy().data
         self._file.read_into(self._start, view, self._requests[0].name)
         verified: set[int] = set()  # neighbours may share a block

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning.fabric.storage.archives.archive_writer import Archive, TensorStub
 from lightning.fabric.storage.archives.save import write_object
-from lightning.fabric.storage.archives.tensor_bytes import host_pieces, is_plain
+from lightning.fabric.storage.archives.tensor_bytes import HostPieces, is_plain
 from lightning.fabric.storage.sharded.checksums import Checksums, Record
 from lightning.fabric.storage.transport.sink import Sink
 
@@ -23,6 +23,7 @@ class RecordWriter:
 
     def __init__(self, file: Sink) -> None:
         self._file = file
+        self._pieces = HostPieces()
 
     def write(self, data: Tensor | io.BytesIO) -> Record:
         """Appends an item that torch.distributed.checkpoint's planner has resolved.
@@ -49,9 +50,10 @@ class RecordWriter:
         offset, checksums, archive = self._file.tell(), Checksums(), Archive()
         head = archive.start(TensorStub(tensor.dtype, tuple(tensor.shape))) + archive.tensor_starts()
         self._file.write(head)
-        for piece in host_pieces(tensor):
+        send = self._file.give if tensor.device.type == "cpu" else self._file.write
+        for piece in self._pieces.of(tensor):
             checksums.update(piece)
-            self._file.give(piece)
+            send(piece)
             self._file.idle()
         tail = archive.tensor_ends(checksums.crc) + archive.end()
         self._file.write(tail)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from typing_extensions import override
 
 from lightning.fabric.storage.collectives.rank_group import RankGroup
@@ -49,6 +49,12 @@ class Shard:
         planner = _SavePlanner()
         planner.set_up_planner(describable(state), is_coordinator=group.is_coordinator)
         return cls(planner.create_local_plan(), planner.resolve_data, meta if group.is_coordinator else None)
+
+    def values(self) -> tuple[int, int]:
+        """Returns how many values of distributed tensors this rank has, and how many these have in all."""
+        shards = [item for item in self.plan.items if item.type == WriteItemType.SHARD and item.tensor_data]
+        whole = {item.index.fqn: math.prod(item.tensor_data.size) for item in shards if item.tensor_data}
+        return sum(math.prod(item.tensor_data.chunk.sizes) for item in shards if item.tensor_data), sum(whole.values())
 
 
 @dataclasses.dataclass

@@ -23,7 +23,8 @@ def add_whole(tree: dict[str, Any], entries: Entries) -> None:
 
     for path, entry in entries.items():
         is_tensor = hasattr(entry, "size")
-        set_element(tree, path, torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None)
+        empty = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") if is_tensor else None
+        set_element(tree, path, empty)
 
 
 class LocalStates:

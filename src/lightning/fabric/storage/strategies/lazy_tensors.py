@@ -76,14 +76,15 @@ def filled(tree: Any) -> Any:
     if not unread:
         return tree
     file: OpenedFile = getattr(next(iter(unread.values())), _MARK)
-    memory = {start: torch.empty(storage.nbytes(), dtype=torch.uint8) for start, storage in unread.items()}
+    sizes = {start: storage.nbytes() for start, storage in unread.items()}
+    memory = {start: torch.empty(size, dtype=torch.uint8, device="cpu") for start, size in sizes.items()}
     _read(file, memory, {start: _TensorRange(start, torch.uint8, memory[start].size()) for start in unread})
 
     def fill(tensor: Tensor) -> Tensor:
         if not _is_unread(tensor):
             return tensor
         storage = memory[_start_of(tensor)].untyped_storage()
-        filled = torch.empty(0, dtype=tensor.dtype)
+        filled = torch.empty(0, dtype=tensor.dtype, device="cpu")
         filled.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         if isinstance(tensor, torch.nn.Parameter):
             return torch.nn.Parameter(filled, tensor.requires_grad)

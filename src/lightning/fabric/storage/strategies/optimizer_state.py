@@ -96,9 +96,10 @@ def empty_state(module: nn.Module, optimizer: Optimizer, metadata: "Metadata", k
         empty = None
         if hasattr(entry, "size"):
             dtype = entry.properties.dtype
-            # outside of the state it is such as a learning rate
-            is_state = path[0] == "state"
-            empty = target(path[1], path[2], entry.size, dtype) if is_state else torch.empty(entry.size, dtype=dtype)
+            if path[0] == "state":
+                empty = target(path[1], path[2], entry.size, dtype)
+            else:  # it is such as a learning rate
+                empty = torch.empty(entry.size, dtype=dtype, device="cpu")
         set_element(state, path, empty)
     return state
 
@@ -136,7 +137,7 @@ def target_factory(module: nn.Module, optimizer: Optimizer) -> Callable[[str, st
             value = own(name, part)
             if isinstance(value, Tensor) and value.size() == size:
                 return torch.empty_like(value, dtype=dtype)
-        return torch.empty(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device="cpu")
 
     return target
 
