@@ -25,7 +25,7 @@ PLOT_STAMP := $(BENCH)/plot/plot-$(call checksum,requirements/plot.txt)
 # Lightning is a package that is installed, and so are our modules inside it: mypy finds them by name.
 OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' | LC_ALL=C sort)
 
-.PHONY: setup test test-all setup-azure test-azure setup-hdfs test-hdfs setup-stores test-stores test-upstream lint demo bench bench-files bench-sharded bench-async bench-scale dev clean
+.PHONY: setup test test-all setup-azure test-azure setup-hdfs test-hdfs setup-stores test-stores setup-device test-device test-upstream lint demo bench bench-files bench-sharded bench-async bench-scale dev clean
 .DELETE_ON_ERROR:
 
 setup: $(FORK_STAMP)
@@ -33,7 +33,7 @@ setup: $(FORK_STAMP)
 # In three processes on two cores, for much of what they do is to wait; who is done takes tests from those who are not.
 # Stores that `make test-azure` and its like install are left to these also where they are installed.
 test: lint
-	$(BIN)/python -m pytest -m "not slow and not packaging and not azure and not hdfs and not stores" \
+	$(BIN)/python -m pytest -m "not slow and not packaging and not azure and not hdfs and not stores and not late_device" \
 	  --numprocesses 3 --dist worksteal
 
 # And what takes long: builds and installations, whole matrices, thousands of damaged checkpoints.
@@ -74,6 +74,13 @@ $(STORES_STAMP):
 	$(STORES)/venv/bin/python -m pip install --quiet --requirement requirements/stores.txt
 	npm install --prefix $(STORES) --no-audit --no-fund --no-package-lock s3rver@$(S3RVER_VERSION)
 	touch $@
+
+# What `make test` leaves out, for it needs a C++ compiler, and a process of its own.
+test-device: setup-device
+	$(BIN)/python -m pytest -m late_device tests/late_device
+
+setup-device: setup
+	$(BIN)/python -m tests.late_device.build
 
 # Lightning's own tests, without the patches and with them: make test-upstream CHECKOUT=../pytorch-lightning
 test-upstream: setup $(UPSTREAM_TESTS_STAMP)

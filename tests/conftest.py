@@ -26,7 +26,13 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite(
-    "tests.storage.contract", "tests.storage.sharded.sharded_contract", "tests.storage.states", "tests.storage.stores"
+    *(f"tests.accelerators.{name}" for name in ("reads", "staging", "training")),
+    *(
+        "tests.storage.contract",
+        "tests.storage.sharded.sharded_contract",
+        "tests.storage.states",
+        "tests.storage.stores",
+    ),
 )
 
 _read_model = JSONFileLoader.load_file

@@ -125,7 +125,7 @@ def training(device: str, sizes: Sizes) -> dict[str, float]:
 
     steps(1)
     size = sum(tensor.nbytes for tensor in shard(model, optimizer))
-    staging.warm(size, pinned=device == "cuda")
+    staging.warm(size, batch.device)
     with_copy, without = [], []
     for _ in range(sizes.runs + 1):
         without.append(seconds(device, steps))
