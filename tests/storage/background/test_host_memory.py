@@ -97,6 +97,13 @@ def test_memory_of_which_one_block_cannot_be_pinned_is_not_pinned_at_all(runtime
     assert not runtime.registered
 
 
+def test_memory_that_torch_cannot_pin_for_another_device_is_named() -> None:
+    other = torch.device("privateuseone", 0)
+    with pytest.warns(UserWarning, match="training stops for longer .*: PyTorch could not pin it for privateuseone"):
+        memory = HostMemory(100, other)
+    assert memory.tensor(0, torch.uint8, torch.Size([100])).numel() == 100
+
+
 def test_an_error_in_the_thread_that_registers_is_raised(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_memory, "_register", lambda spans: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -44,20 +44,22 @@ class HostMemory:
         self.device = device
         self.registered: cuda_memory.Registered | None = None
         registers = device is not None and cuda_memory.takes_registered(device)
-        if device is not None and not registers and (pinned := pinned_memory(max(size, 1), device)) is not None:
-            self._view = pinned.numpy().data
-            return
+        reason: str | None = None
+        if device is not None and not registers:
+            if (pinned := pinned_memory(max(size, 1), device)) is not None:
+                self._view = pinned.numpy().data
+                return
+            reason = f"PyTorch could not pin it for {device.type}"
         mapping = _map(max(size, 1))
         self._view = memoryview(mapping)
         can_pin = _keep_from_forks(mapping)
         # before it is registered, when the driver would have one thread do it, and other processes wait
         _touch(self._view)
-        if device is None or not registers:
-            return
-        reason: str | None = "the kernel cannot keep it from forked processes"
-        if can_pin:
-            self.registered = cuda_memory.Registered(self._view, mapping, device)
-            reason = self.registered.reason
+        if device is not None and registers:
+            reason = "the kernel cannot keep it from forked processes"
+            if can_pin:
+                self.registered = cuda_memory.Registered(self._view, mapping, device)
+                reason = self.registered.reason
         if reason is not None:
             warnings.warn(
                 f"{size / 2**30:.1f} GiB of host memory are not pinned, so training stops for longer while a"
