@@ -45,6 +45,10 @@ class Device(ABC):
         """Lets all go on that was held up, after what need not wait for it has been done."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """Waits until all has been done that is not held up."""
+
+    @abstractmethod
     def limit_memory(self, more: int) -> None:
         """Lets tensors take so many bytes more, at most."""
 

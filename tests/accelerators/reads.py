@@ -4,14 +4,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.storage.archives import tensor_bytes
 from lightning.fabric.storage.archives.load import load_file
+from lightning.fabric.storage.archives.tensor_bytes import HostPieces
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.sharded.read_plan import read_plan
+from lightning.fabric.storage.sharded.record_writer import RecordWriter
 from lightning.fabric.storage.transport import open as transport
 from tests.accelerators.device import Device
 from tests.servers import Bucket
@@ -118,3 +121,30 @@ class ShardsContract:
         read_plan(locate(tmp_path), metadata, planned.plan, planned)
         for index, target in planned.tensors.items():
             assert torch.equal(target, state[index.fqn]), index.fqn
+
+    def test_a_piece_stays_as_it_is_while_the_next_one_arrives(
+        self, device: Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tensor_bytes, "_PIECE", 256 * KIB)
+        tensor = torch.arange(300_001)
+        pieces = []
+        for piece in HostPieces().of(tensor.to(device.device)):
+            device.settle()
+            pieces.append(bytes(piece))
+        assert len(pieces) == 10
+        assert b"".join(pieces) == tensor.numpy().tobytes()
+
+    def test_shards_are_uploaded_from_the_device_bit_for_bit(
+        self, bucket: Bucket, device: Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # of which some are collected for a part of an upload, without a copy where that is possible
+        monkeypatch.setattr(tensor_bytes, "_PIECE", 2048 * KIB)
+        tensor, urls = torch.arange(1_500_001), [f"{bucket.url}/{name}" for name in ("device", "host")]
+        records, contents = [], []
+        for url, source in zip(urls, (tensor.to(device.device), tensor), strict=True):
+            with transport.open_writer(locate(url)) as file:
+                records.append(RecordWriter(file).write(source))
+            with fsspec.open(url) as opened:
+                contents.append(opened.read())
+        assert records[0] == records[1]
+        assert contents[0] == contents[1]

@@ -39,6 +39,10 @@ class CudaDevice(Device):
         pass
 
     @override
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    @override
     def limit_memory(self, more: int) -> None:
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(self.device).total_memory

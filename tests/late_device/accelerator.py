@@ -46,8 +46,12 @@ class LateDevice(Device):
 
     @override
     def let_go(self) -> None:
-        self.module.settle()
+        self.settle()
         self.module.release()
+
+    @override
+    def settle(self) -> None:
+        self.module.settle()
 
     @override
     def limit_memory(self, more: int) -> None:
