@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from build_backend.distribution import LIGHTNING
+from build_backend.upstream import read_pin
+
+STOCK = f"stock {read_pin(LIGHTNING).version}"
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MIB = 1 << 20
 FIGURES = (
@@ -66,7 +70,7 @@ def test_sharded_checkpoints_and_saves_in_the_background_are_measured_beside_sto
     assert measured.returncode == 0, measured.stderr
     figures = json.loads(results.read_text())["figures"]
     assert list(figures) == list(names)
-    for release in ("stock 2.6.6", "ours"):
+    for release in (STOCK, "ours"):
         (saved,), (loaded,), (restored,), (stall,), (steps,) = (figures[name][release] for name in names)
         assert saved["bytes"] >= 2 * 32 * MIB
         assert min(saved["wall_s"], saved["cpu_s_per_gib"], saved["memory_mib"]) > 0
@@ -74,21 +78,21 @@ def test_sharded_checkpoints_and_saves_in_the_background_are_measured_beside_sto
         assert len(stall["stalls_s"]) == len(stall["copies_s"]) == 2
         assert min(stall["first_s"], *stall["stalls_s"], *stall["copies_s"], stall["memory_mib"]) > 0
         afterwards = [until - held for until, held in zip(stall["saved_s"], stall["stalls_s"], strict=True)]
-        assert release == "stock 2.6.6" or min(afterwards) > 0.005  # 64 MiB are sent then; stock sends them before
+        assert release == STOCK or min(afterwards) > 0.005  # 64 MiB are sent then; stock sends them before
         assert len(steps["idle_steps_ms"]) == 20
         assert 0 < min(steps["steps_ms"]) <= steps["during_ms"] <= steps["longest_ms"] <= steps["uploaded_s"] * 1e3
         assert steps["bytes"] >= 32 * MIB
-    assert figures["sharded_fsdp1"]["stock 2.6.6"][0]["clients"][0].startswith("aiobotocore")
-    assert figures["sharded_fsdp1"]["stock 2.6.6"][0]["memory_mib"] >= 32  # it copies all that a rank has
+    assert figures["sharded_fsdp1"][STOCK][0]["clients"][0].startswith("aiobotocore")
+    assert figures["sharded_fsdp1"][STOCK][0]["memory_mib"] >= 32  # it copies all that a rank has
 
     names = ("results", "sharded", "async")
     page.write_text("".join(f"<!-- {name}: begin -->\nold\n<!-- {name}: end -->\n" for name in names))
     assert run("report.py", results, page).returncode == 0
     text = page.read_text()
     assert text.count("old") == 1  # what was not measured
-    assert "| stock 2.6.6 | ours | ours / stock 2.6.6 |" in text
+    assert f"| {STOCK} | ours | ours / {STOCK} |" in text
     assert text.count("| FSDP1, the same save: processor time per GiB |") == 1
-    assert "| stock 2.6.6 | dcp.async_save | ours | ours / stock 2.6.6 |" in text
+    assert f"| {STOCK} | dcp.async_save | ours | ours / {STOCK} |" in text
     assert text.count("| ... while 32 MiB are uploaded |") == 1
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.tools import VERSION, Environment, Run, contents, copy_tree
+from tests.packaging.tools import RELEASE, VERSION, Environment, Run, contents, copy_tree
 
 both = pytest.mark.parametrize("name", ["lightning", "pytorch"])
 DISTRIBUTIONS = {"lightning": "lightning", "pytorch": "pytorch-lightning"}
@@ -46,7 +46,9 @@ def test_pip_check_is_clean_with_both_installed(installed: Environment) -> None:
 
 
 def test_version_satisfies_pins_and_ranges_of_the_release(installed: Environment) -> None:
-    report = installed.pip("install", "--dry-run", "--no-index", "lightning==2.6.6", "pytorch-lightning>=2.6,<2.7")
+    report = installed.pip(
+        "install", "--dry-run", "--no-index", f"lightning=={RELEASE}", f"pytorch-lightning>={RELEASE}"
+    )
     assert "Would install" not in report
 
 
@@ -61,7 +63,7 @@ def test_installing_over_stock_replaces_it_and_uninstalling_leaves_nothing(
     expected = {path for path in contents(wheels[name]) if not path.endswith(".dist-info/RECORD")}
     site = {path.relative_to(environment.site).as_posix() for path in environment.site.rglob("*") if path.is_file()}
     assert expected <= site
-    assert not [path for path in site if path.split("/")[0].endswith("2.6.6.dist-info")]
+    assert not [path for path in site if path.split("/")[0].endswith(f"{RELEASE}.dist-info")]
     added = {path for path in site - expected if ".dist-info/" not in path and "__pycache__" not in path}
     assert not added
     environment.pip("uninstall", "--yes", DISTRIBUTIONS[name])
@@ -82,9 +84,9 @@ def test_one_command_installs_both_from_git_and_another_goes_back_to_stock(
     install = ["install", "--no-index", "--no-deps", *isolation]
     environment.pip(*install, url, f"{url}#subdirectory=pytorch-lightning")
     assert versions(environment) == dict.fromkeys(DISTRIBUTIONS.values(), VERSION)
-    stock = [f"{name}==2.6.6" for name in DISTRIBUTIONS.values()]
+    stock = [f"{name}=={RELEASE}" for name in DISTRIBUTIONS.values()]
     environment.pip(*install, "--find-links", upstream, "--force-reinstall", *stock)
-    assert versions(environment) == dict.fromkeys(DISTRIBUTIONS.values(), "2.6.6")
+    assert versions(environment) == dict.fromkeys(DISTRIBUTIONS.values(), RELEASE)
     environment.pip("uninstall", "--yes", *DISTRIBUTIONS.values())
     assert environment.files() == empty
 

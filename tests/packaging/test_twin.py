@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.tools import Environment, Run
+from tests.packaging.tools import RELEASE, Environment, Run
 
 COMMAND = "`pip install . ./pytorch-lightning`"
 IMPORTS = {"lightning": "lightning", "pytorch": "pytorch_lightning"}
@@ -29,7 +29,7 @@ def test_importing_ours_beside_a_stock_twin_warns_once_with_the_command_that_ins
     environment.pip(*INSTALL, wheels[ours], pristine[stock])
     (told,) = warnings_of(environment, f"import {IMPORTS[ours]}, lightning, pytorch_lightning, lightning.pytorch")
     assert COMMAND in told
-    assert f"`{DISTRIBUTIONS[stock]}` is stock 2.6.6" in told
+    assert f"`{DISTRIBUTIONS[stock]}` is stock {RELEASE}" in told
     assert warnings_of(environment, f"import {IMPORTS[stock]}") == []  # stock, which knows nothing of it
 
 

@@ -10,9 +10,10 @@ import pytest
 from build_backend import upstream as upstream_module
 from build_backend.distribution import LIGHTNING
 from build_backend.upstream import read_pin, without_credentials
-from tests.packaging.tools import Run, copy_tree
+from tests.packaging.tools import RELEASE, VERSION, Run, copy_tree
 
-NAME = "lightning-2.6.6-py3-none-any.whl"
+NAME = f"lightning-{RELEASE}-py3-none-any.whl"
+#: Written twice, for a pin that was changed by mistake to be noticed.
 SHA256 = "2bcbd6ee840071cd076c7dc9953d7ac1040df92f1c5fa76583aae644f037ab85"
 # The first steps of a front end; they need the released wheel, and the rest would only take time.
 PREPARE = "import setup; print(setup.get_requires_for_build_wheel(), setup.prepare_metadata_for_build_wheel('dist'))"
@@ -34,7 +35,7 @@ def mirror(upstream: Path) -> dict[str, str]:
 
 def test_pins_are_the_released_hashes() -> None:
     pin = read_pin(LIGHTNING)
-    assert (pin.version, pin.sha256) == ("2.6.6", SHA256)
+    assert pin.sha256 == SHA256
 
 
 def test_wrong_file_in_upstream_dir_is_refused_with_both_hashes(own_tree: Path, run: Run, tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_tampered_download_is_refused_and_not_cached(
     (tampered / NAME).write_bytes(pristine["lightning"].read_bytes() + b"\0")
     result = run(sys.executable, "-c", PREPARE, cwd=own_tree, check=False, **mirror | {"PIP_FIND_LINKS": str(tampered)})
     assert result.returncode != 0
-    assert "pip could not download lightning 2.6.6" in result.stderr
+    assert f"pip could not download lightning {RELEASE}" in result.stderr
     assert "LIGHTNING_UPSTREAM_DIR" in result.stderr
     assert not list((own_tree / "build" / "upstream").iterdir())
 
@@ -131,7 +132,7 @@ def test_settings_of_pip_in_the_environment_do_not_break_the_download(
     own_tree: Path, run: Run, mirror: dict[str, str], hostile: dict[str, str]
 ) -> None:
     environment = {f"PIP_{key.upper().replace('-', '_')}": value for key, value in hostile.items()}
-    assert "2.6.6+io.1" in run(sys.executable, "-c", PREPARE, cwd=own_tree, **environment | mirror).stdout
+    assert VERSION in run(sys.executable, "-c", PREPARE, cwd=own_tree, **environment | mirror).stdout
 
 
 def test_settings_of_pip_in_a_configuration_file_do_not_break_the_download_but_the_index_counts(
@@ -171,7 +172,7 @@ def test_credentials_of_an_index_stay_out_of_error_messages(
         file.write_text(f"[global]\nindex-url = {url}\nproxy = {url}\n")
         environment["PIP_CONFIG_FILE"] = str(file)
     result = run(sys.executable, "-c", PREPARE, cwd=own_tree, check=False, **environment)
-    assert "pip could not download lightning 2.6.6" in result.stderr
+    assert f"pip could not download lightning {RELEASE}" in result.stderr
     assert "s3cr3t" not in result.stdout + result.stderr
     assert "someone" not in result.stdout + result.stderr
 
@@ -182,9 +183,9 @@ def test_masking_leaves_nothing_before_the_host() -> None:
 
 
 def test_unreadable_pins_are_named(own_tree: Path, run: Run) -> None:
-    (own_tree / "requirements" / "upstream.txt").write_text("lightning==2.6.6\n")
+    (own_tree / "requirements" / "upstream.txt").write_text(f"lightning=={RELEASE}\n")
     result = run(sys.executable, "-c", PREPARE, cwd=own_tree, check=False)
     assert (
-        "upstream.txt: expected 'name==version --hash=sha256:<64 hex digits>', found 'lightning==2.6.6'"
+        f"upstream.txt: expected 'name==version --hash=sha256:<64 hex digits>', found 'lightning=={RELEASE}'"
         in result.stderr
     )

@@ -17,7 +17,7 @@ from build_backend import assemble
 from build_backend.distribution import LIGHTNING, PACKAGE_NAMES, PYTORCH_LIGHTNING
 from patches.engine import apply_patches
 from patches.format import load_patches, rename
-from tests.packaging.tools import ROOT, VERSION, Run, build, contents, dist_info
+from tests.packaging.tools import RELEASE, ROOT, VERSION, Run, build, contents, dist_info
 
 EXTRAS = """\
 Provides-Extra: s3
@@ -67,7 +67,7 @@ def test_metadata_differs_from_upstream_in_version_extras_and_notice_only(
     ours = dist_info(wheels[name], "METADATA").decode().split("\n")
     changes = [line for line in difflib.ndiff(theirs, ours) if line[0] in "+-"]
     added = [f"Version: {VERSION}", "License-File: NOTICE", *EXTRAS]
-    assert [line[2:] for line in changes if line[0] == "-"] == ["Version: 2.6.6"]
+    assert [line[2:] for line in changes if line[0] == "-"] == [f"Version: {RELEASE}"]
     assert [line[2:] for line in changes if line[0] == "+"] == added
 
 
@@ -132,7 +132,8 @@ def test_every_upstream_file_is_unchanged_unless_reported_as_modified(
 def test_our_modules_are_in_their_place(name: str, wheels: dict[str, Path], pristine: dict[str, Path]) -> None:
     theirs, ours = contents(pristine[name]), contents(wheels[name])
     for path, content in our_files(name).items():
-        notice = b"# This file of Lightning 2.6.6 was replaced as a whole; see NOTICE.\n" if path in theirs else b""
+        line = f"# This file of Lightning {RELEASE} was replaced as a whole; see NOTICE.\n".encode()
+        notice = line if path in theirs else b""
         assert ours[path] == notice + content
 
 

@@ -8,10 +8,13 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from build_backend.distribution import LIGHTNING, LOCAL_VERSION
 from build_backend.sdist import CONTENT
+from build_backend.upstream import read_pin
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-VERSION = "2.6.6+io.1"
+RELEASE = read_pin(LIGHTNING).version
+VERSION = f"{RELEASE}+{LOCAL_VERSION}"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
