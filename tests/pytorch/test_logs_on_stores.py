@@ -5,6 +5,9 @@ import importlib
 import io
 import os
 import pickle
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -231,3 +234,31 @@ def test_fabrics_loggers_write_to_the_store(store: Store, tmp_path: Path) -> Non
         again.log_metrics({"y": 2.0}, 0)
     again.finalize("success")
     assert store.outside.get("CSVLogger/lightning_logs/version_0/metrics.csv") == b"step,y\r\n0,2.0\r\n"
+
+
+@pytest.mark.parametrize("store", ["s3"], indirect=True)
+def test_events_of_a_loop_that_flushes_nothing_are_in_the_store_when_the_interpreter_has_ended(store: Store) -> None:
+    script = f"""
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import TensorBoardLogger
+fabric = Fabric(accelerator="cpu", loggers=TensorBoardLogger("{store.root}", name="", version=0))
+for step in range(3):
+    fabric.log("x", float(step), step)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+    assert scalars(f"{store.root}/version_0", "x") == [(0, 0.0), (1, 1.0), (2, 2.0)]
+
+
+@pytest.mark.parametrize("store", ["s3"], indirect=True)
+def test_events_of_a_loop_that_flushes_nothing_are_copied_while_it_goes_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning.fabric.loggers.mirror.INTERVAL_S", 0.1)
+    fabric = importlib.import_module("lightning.fabric.loggers")
+    logger = fabric.TensorBoardLogger(store.root, name="", version=0, flush_secs=0)
+    deadline = time.monotonic() + 20
+    while not any(name.startswith("version_0/events") for name in store.outside.names()):
+        assert time.monotonic() < deadline
+        logger.log_metrics({"x": 1.0}, 0)
+        time.sleep(0.1)
+    logger.finalize("success")

@@ -126,8 +126,11 @@ class _CopiedWriter:
 
     copies: Mirror
 
-    def flush(self) -> None:
+    def write_out(self) -> None:
         super().flush()  # type: ignore[misc]  # of the writer that is the next base class
+
+    def flush(self) -> None:
+        self.write_out()
         self.copies.flush()
 
     def close(self) -> None:
@@ -151,6 +154,7 @@ class EventFiles(_LogFolder):
             return kind(log_dir=local, **kwargs)
         writer = type(kind.__name__, (_CopiedWriter, kind), {})(log_dir=local, **kwargs)
         writer.copies = self._mirror
+        self._mirror.follow(writer)
         return writer
 
     def isfile(self, path: str) -> bool:

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,15 @@ class Mirror:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / name).write_bytes(content)
         weakref.finalize(self, self._copies.end).atexit = False
+
+    def follow(self, writer: Any) -> None:
+        """Copies what ``writer`` writes, every half a minute, also if nobody flushes it, as in a loop of one's own.
+
+        Args:
+            writer: A writer to the folder. Its method ``write_out`` is called when the interpreter ends.
+        """
+        self._copies.writer = weakref.ref(writer)
+        self._copies.follow()
 
     def flush(self) -> None:
         """Copies what is new, in half a minute; a file above 120 KiB that holds no events, at 4 KiB a second.
@@ -98,6 +107,7 @@ class _Copies:
         self.folder = Path(tempfile.mkdtemp(prefix="lightning-logs-"))
         self.changing = threading.RLock()
         self.known: set[str] = set()
+        self.writer: Callable[[], Any] = lambda: None
         self._files: dict[str, Events | WholeFile] = {}
         self._process = os.getpid()
         self._has_begun = False
@@ -133,6 +143,7 @@ class _Copies:
             self._stop = threading.Event()
             self._thread = threading.Thread(target=self._follow, args=(self._stop,), name="lightning-logs", daemon=True)
             self._thread.start()
+            _running.add(self)
 
     def rest(self) -> None:
         """Copies everything, and lets the thread end; not if that failed, for the thread tries again."""
@@ -167,6 +178,11 @@ class _Copies:
             shutil.rmtree(self.folder, ignore_errors=True)
             _running.discard(self)
         # else it is finished when the interpreter ends
+
+    def write_out(self) -> None:
+        """Writes to the folder what the writer, if there is one, has in memory."""
+        if self._process == os.getpid() and (writer := self.writer()) is not None:
+            writer.write_out()
 
     def join(self) -> None:
         """Waits for the end, after :meth:`end`."""
@@ -217,6 +233,7 @@ def _reason(error: Exception) -> str:
 
 def _end_all() -> None:
     for copies in tuple(_running):
+        copies.write_out()
         copies.end()
     for copies in tuple(_running):
         copies.join()
