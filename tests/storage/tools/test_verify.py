@@ -487,3 +487,15 @@ def test_both_commands_return_the_exit_code(tmp_path: Path) -> None:
     assert result.stdout.splitlines()[-1].startswith("1 problem")
     with pytest.raises(SystemExit, match="2"):
         verify_checkpoint.main([])
+
+
+def test_without_click_the_command_says_what_to_install() -> None:
+    script = """
+from lightning_utilities.core.imports import RequirementCache
+is_installed = RequirementCache.__bool__
+RequirementCache.__bool__ = lambda self: self.requirement != "click" and is_installed(self)
+from lightning.fabric.cli import _main
+_main()
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert (result.returncode, result.stderr) == (1, "The command `fabric` needs click: pip install click\n")

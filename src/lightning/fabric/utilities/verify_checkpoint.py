@@ -3,7 +3,7 @@
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.place import Place
@@ -85,6 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m lightning.fabric.utilities.verify_checkpoint", description=_WHAT)
     parser.add_argument("checkpoint", help=_PATH)
     return run(parser.parse_args(arguments).checkpoint)
+
+
+def without_click() -> NoReturn:
+    """Ends the command ``fabric`` where click is missing, on which it is built."""
+    sys.exit("The command `fabric` needs click: pip install click")
 
 
 def click_command() -> "click.Command":
