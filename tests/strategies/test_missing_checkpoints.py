@@ -88,7 +88,7 @@ def told() -> None:
 def test_a_mistyped_path_is_the_same_error_for_every_strategy(bucket: Bucket, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     url = f"{bucket.url}/run/latest.ckpt"
-    paths = [str(tmp_path / "run" / "latest.ckpt"), str(tmp_path / "rum" / "last.ckpt"), url]
+    paths = [str(tmp_path / "run" / "latest.ckpt"), str(tmp_path / "rum" / "last.ckpt"), url, "s3://nope/last.ckpt"]
     command = [sys.executable, "-m", __name__, str(tmp_path), *paths]
     root = Path(__file__).parents[2]
     result = subprocess.run(command, cwd=root, env=os.environ, capture_output=True, text=True, check=False)
@@ -98,6 +98,7 @@ def test_a_mistyped_path_is_the_same_error_for_every_strategy(bucket: Bucket, tm
         f"{begin}{paths[0]}. Correct the path: there is no 'latest.ckpt' in {tmp_path / 'run'}.",
         f"{begin}{paths[1]}. Correct the path: there is no 'rum' in {tmp_path}.",
         f"{begin}{url}. Correct the URL: upper and lower case and every slash count in the names of a store.",
+        f"{begin}s3://nope/last.ckpt. There is no bucket 'nope': make it, or correct the URL or the endpoint.",
     ]
     errors = json.loads((tmp_path / "errors.json").read_text())
     assert errors == dict.fromkeys(errors, expected)

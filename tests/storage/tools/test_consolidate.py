@@ -293,6 +293,12 @@ def test_arguments_that_make_no_sense_are_refused(root: str, caplog: pytest.LogC
     assert "nope://bucket/x.ckpt: fsspec knows no protocol 'nope'" in refusal("nope://bucket/x.ckpt")
 
 
+def test_a_bucket_that_is_missing_is_named(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        consolidate_command.checked_arguments("s3://nope/x.ckpt", None, code_if_missing=2)
+    assert "The checkpoint folder does not exist: s3://nope/x.ckpt. There is no bucket 'nope'" in caplog.text
+
+
 def test_a_store_that_is_out_of_reach_is_one_line_that_names_the_endpoint(
     bucket: Bucket, caplog: pytest.LogCaptureFixture, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

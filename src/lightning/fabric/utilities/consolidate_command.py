@@ -88,7 +88,7 @@ def _problem_of(place: Place, target: Place) -> str:
     if found.is_full:
         return f"The checkpoint to consolidate has to be a folder of shards, and there is a file: {found}"
     if found.metadata is None and place.kind() == "nothing":
-        raise _NoFolder(f"The checkpoint folder does not exist: {found}")
+        raise _NoFolder(f"The checkpoint folder does not exist: {found}. {place.advice_if_missing()}")
     if found.metadata is None:
         return f"There is no sharded checkpoint that Lightning has saved in the folder {found}"
     if target.kind() != "nothing":

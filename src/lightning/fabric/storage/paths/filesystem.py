@@ -141,14 +141,17 @@ def files_below(fs: AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
     """Returns the file system's info of all files in a folder, also if a file has its name, by their paths."""
     inside = path.rstrip("/") + "/"
     in_bucket = "/" in path.strip("/")  # there is nothing around a bucket to look in
+    above, options = path, {}
     if in_bucket and "prefix" in inspect.signature(getattr(fs, "_find", fs.find)).parameters:
         # adlfs's find(path) stops at the file. What it is asked for here matches the names beside the folder as well
         above = fs._parent(path)
         while fs._strip_protocol(above) != above:  # it takes a `?` at the end for an empty query
             above = fs._parent(above)
-        found = fs.find(above, prefix=inside[len(above) + 1 :], detail=True)
-    else:
-        found = fs.find(path, detail=True)
+        options = {"prefix": inside[len(above) + 1 :]}
+    try:
+        found = fs.find(above, detail=True, **options)
+    except FileNotFoundError:  # there is not even the bucket
+        return {}
     return {name: info for name, info in found.items() if name.startswith(inside)}
 
 
