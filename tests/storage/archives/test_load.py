@@ -172,6 +172,13 @@ def test_a_truncated_file_is_an_error_that_names_it(bucket: Bucket, engine: str,
         load_file(f"{bucket.url}/x.ckpt")
 
 
+def test_a_pickle_that_cannot_be_loaded_is_an_error_with_a_reason_that_says_something(bucket: Bucket) -> None:
+    content = serialized({"name": "value"})
+    bucket.put("x.ckpt", content.replace(b"X\5\0\0\0value", bytes(10)))
+    with pytest.raises(RuntimeError, match=r"x\.ckpt is truncated, or .*: its data\.pkl cannot be loaded: KeyError: 0"):
+        load_file(f"{bucket.url}/x.ckpt")
+
+
 #: Files that are given for a checkpoint, and what is said of them.
 KINDS = {
     "text": (b"epoch,loss\n1,2.5\n", "it begins with b'epoch,loss"),

@@ -13,10 +13,12 @@ from fsspec.registry import _registry
 from lightning.fabric.loggers.logs import has_entries, next_version
 from lightning.fabric.storage.archives.load import load_file
 from lightning.fabric.storage.archives.save import save_file
-from lightning.fabric.storage.paths.location import locate
+from lightning.fabric.storage.paths.location import locate, text_of_folder
 from lightning.fabric.storage.tools.discover import names_in
 from lightning.fabric.storage.tools.verify import verify
 from lightning.fabric.storage.transport.text import is_there
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from tests.servers import SECRET, Bucket
 from tests.servers.gcs import PROJECT, GcsServer, gcs_server
 from tests.servers.zonal import ZonalServer, lead_gcsfs_to, zonal_server
@@ -176,6 +178,29 @@ def test_a_missing_package_is_named_with_what_brings_it(
     with said(f"{protocol}://host/x.ckpt needs a package", package, kind=ImportError):
         do(f"{protocol}://host/x.ckpt", {})
     assert protocol in fsspec.available_protocols()
+
+
+@both
+def test_half_of_the_credentials_among_the_options_is_said_to_be_one(bucket: Bucket, do: Callable[..., None]) -> None:
+    with said("missing: aws_secret_access_key.", "Give the storage options `key` and `secret` together, or neither"):
+        do(f"{bucket.url}/x.ckpt", {"key": "mine"})
+
+
+@both
+def test_a_profile_that_is_missing_is_an_error_that_names_the_file(
+    bucket: Bucket, do: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nope")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with said(f"{bucket.url}/x.ckpt: ProfileNotFound: The config profile (nope) could not be found"):
+        do(f"{bucket.url}/x.ckpt", {})
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///run", "gs:///run", "abfs:///run"])
+@pytest.mark.parametrize("use", [locate, ModelCheckpoint, CSVLogger, text_of_folder])
+def test_a_url_without_a_bucket_is_refused_as_soon_as_it_is_given(use: Callable[[str], Any], url: str) -> None:
+    with pytest.raises(ValueError, match=f"There is no bucket in '{url}', as in .*://bucket/run: is a variable empty"):
+        use(url)
 
 
 @pytest.mark.parametrize("ask", [names_in, next_version, has_entries, is_there])

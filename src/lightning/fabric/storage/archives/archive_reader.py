@@ -5,6 +5,7 @@ pickle with the directory.
 """
 
 import os
+import pickle
 import struct
 import zlib
 from collections.abc import Iterator
@@ -123,7 +124,7 @@ class Zipped:
         except OSError:
             raise
         except Exception as error:
-            raise BrokenArchive(f"its {_PICKLED}: {_short(error)}") from error
+            raise BrokenArchive(f"its {_PICKLED} cannot be loaded: {_short(error)}") from error
 
     def _pickle_of(self, records: list[Entry]) -> Entry:
         for record in records:
@@ -258,7 +259,9 @@ def _large_numbers(extra: bytes, *numbers: int) -> Iterator[int]:
 
 
 def _short(error: Exception) -> str:
-    return f"{str(error) or type(error).__name__:.300}"
+    """Returns the text of an error, with its type where that is needed to understand it, as of ``KeyError(0)``."""
+    is_clear = isinstance(error, pickle.UnpicklingError) and str(error)
+    return f"{error if is_clear else f'{type(error).__name__}: {error}'!s:.300}"
 
 
 def _with_tensor(name: str, names: dict[str, str]) -> str:

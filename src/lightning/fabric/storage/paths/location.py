@@ -17,6 +17,9 @@ LOCAL_PROTOCOLS = ("file", "local")
 #: A name with a colon where a path begins, or a folder of that name in it, as is left of a URL that has lost a slash.
 _MANGLED = re.compile(r"(?:^|(?<=[/\\]))(\w[\w.+-]+):[/\\](?![/\\])")
 
+#: The beginning of a URL that has a path, but no bucket or container, as if a variable in it were empty.
+_WITHOUT_BUCKET = re.compile(r"(s3a?|gs|gcs|az|abfss?)://(?=/|$)")
+
 
 #: The argument of functions that both Lightning and others of this package call.
 AnyPath = str | os.PathLike[str] | Place
@@ -35,7 +38,7 @@ def locate(path: AnyPath, options: Mapping[str, Any] | None = None) -> Place:
 
     Raises:
         TypeError: ``options`` is not a mapping.
-        ValueError: ``path`` is a string that was a URL until it lost a slash.
+        ValueError: ``path`` is a string that was a URL until it lost a slash, or a URL without a bucket.
     """
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(
@@ -53,6 +56,8 @@ def locate(path: AnyPath, options: Mapping[str, Any] | None = None) -> Place:
                 f"{text!r} would be in a local folder called `{mangled[1]}:`. A URL begins with {mangled[1]}://, and is"
                 " kept as a string: pathlib.Path and functions of os.path take a slash away"
             )
+    if (found := _WITHOUT_BUCKET.match(text)) is not None:
+        raise ValueError(f"There is no bucket in {text!r}, as in {found[0]}bucket/run: is a variable empty?")
     if get_protocol(text) not in LOCAL_PROTOCOLS:
         return StorePlace(text, options)
     return LocalPlace(LocalFileSystem._strip_protocol(text) if _is_local_url(text) else os.path.expanduser(text))

@@ -137,7 +137,8 @@ def open_source(place: Place) -> Source:
         IsADirectoryError: There is a folder.
         OSError: It could not be opened. The source's methods raise it as well. The message names the file.
     """
-    open_it = _opener(place)
+    with questions_named(place, "read"):
+        open_it = _opener(place)
     try:
         return _Named(place, open_it())
     except (FileNotFoundError, IsADirectoryError) as error:

@@ -45,6 +45,8 @@ def about_refusal(place: Place, action: str, cause: BaseException) -> str:
     text = _text_of(cause)
     if _OF_THE_CLOCK.search(text):
         return " Set the clock of this machine."
+    if "Partial credentials found in explicit" in text:  # of s3fs, which then takes none from elsewhere
+        return " Give the storage options `key` and `secret` together, or neither, to use those of the environment."
     if are_invalid(cause) or getattr(place.resolve()[0], "anon", False) is True:
         return about_credentials(place.raw)
     found = next((match for pattern in _PERMISSIONS if (match := pattern.search(text)) is not None), None)
