@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import s3fs
 import torch
 
 from tests.servers import Bucket
@@ -68,6 +69,25 @@ def test_a_run_keeps_its_best_checkpoint_on_s3_and_goes_on_from_it(
     loaded = type(resumed).load_from_checkpoint(f"{bucket.url}/checkpoints/sample-model-epoch=03.ckpt")
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), loaded.parameters(), strict=True))
     assert os.listdir(tmp_path) == []  # no folder called `s3:`
+
+
+@pytest.mark.parametrize(("method", "what"), [("HEAD", "Asking about"), ("DELETE", "The removal of")])
+def test_a_store_that_is_away_for_longer_than_its_client_tries_does_not_end_training(
+    method: str, what: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pl = importlib.import_module(PACKAGES[0])
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    s3fs.S3FileSystem.clear_instance_cache()
+    left = [503] * 3
+    trainer = make_trainer(pl, bucket.url, max_epochs=2)
+    with bucket.refusing(
+        lambda asked, path: left.pop() if left and asked == method and "model-epoch" in path else None
+    ):
+        trainer.fit(make_model(pl))
+    assert bucket.names() == ["checkpoints/sample-model-epoch=01.ckpt"]
+    assert not left
+    assert caplog.text.count(f"{what} {bucket.url}/checkpoints/sample-model-epoch=0") == 1
 
 
 @pytest.mark.parametrize("name", PACKAGES)

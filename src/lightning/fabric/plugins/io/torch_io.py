@@ -12,6 +12,7 @@ from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.remove import remove
 from lightning.fabric.storage.transport.errors import questions_named
+from lightning.fabric.storage.transport.retry import retrying
 from lightning.fabric.utilities.types import _PATH
 
 log = logging.getLogger(__name__)
@@ -75,5 +76,5 @@ class TorchCheckpointIO(CheckpointIO):
         """
         place = locate(path, storage_options)
         with questions_named(place, "remove"):
-            remove(place)
+            retrying(f"The removal of {place}", lambda: remove(place))
         log.debug(f"Nothing is left at {place}")
