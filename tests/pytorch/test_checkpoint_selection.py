@@ -148,6 +148,17 @@ def test_the_first_run_of_all_starts_from_scratch(tmp_path: Path) -> None:
     assert trainer.global_step == 2
 
 
+@pytest.mark.parametrize(("save_last", "hint"), [(True, ""), (None, " Set `ModelCheckpoint(..., save_last=True)`.")])
+def test_a_first_run_is_advised_to_keep_last_checkpoints_only_if_it_does_not(
+    save_last: bool | None, hint: str, tmp_path: Path
+) -> None:
+    pl = importlib.import_module(PACKAGES[0])
+    with pytest.warns(UserWarning, match="no last checkpoint available") as warned:
+        make_run(pl, tmp_path, 1, save_last=save_last).fit(make_model(pl), ckpt_path="last")
+    (told,) = [str(warning.message) for warning in warned if "no last checkpoint" in str(warning.message)]
+    assert told.endswith(f"no last checkpoint available in {tmp_path}/checkpoints: none is loaded.{hint}")
+
+
 def test_a_folder_is_as_old_as_its_commit(tmp_path: Path) -> None:
     """A save into the older one, which failed, has changed the folder itself since."""
     for name, time in (("older.ckpt", 1000), ("newer.ckpt", 2000)):

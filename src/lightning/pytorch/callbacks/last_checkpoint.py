@@ -66,6 +66,15 @@ def times_of_last(trainer: "Trainer", candidates: Iterable[str | None]) -> dict[
     return times
 
 
+def none_there(trainer: "Trainer", fn: str) -> str:
+    """Returns the warning of a run that starts from scratch, with advice that the callbacks do not follow already."""
+    callbacks = _model_checkpoints(trainer)
+    folders = ", ".join(sorted({redact(_folder_of(callback, trainer)) for callback in callbacks}))
+    where = f" in {folders}" if folders else ""
+    hint = "" if any(callback.save_last for callback in callbacks) else " Set `ModelCheckpoint(..., save_last=True)`."
+    return f'.{fn}(ckpt_path="last") is set, but there is no last checkpoint available{where}: none is loaded.{hint}'
+
+
 def _missing_at(path: str) -> str:
     """Returns what is missing of a checkpoint; empty if there is nothing of it."""
     place = locate(path)
