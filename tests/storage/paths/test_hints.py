@@ -1,5 +1,6 @@
 """Errors about a store say what to do: which package, which variable, which bucket."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -178,6 +179,13 @@ def test_a_missing_package_is_named_with_what_brings_it(
     with said(f"{protocol}://host/x.ckpt needs a package", package, kind=ImportError):
         do(f"{protocol}://host/x.ckpt", {})
     assert protocol in fsspec.available_protocols()
+
+
+def test_a_server_without_tls_is_asked_once_by_https(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+    url = os.environ["AWS_ENDPOINT_URL"].replace("http:", "https:") + "/x.ckpt"
+    with said(f"Could not read {url}: Cannot connect to host", "WRONG_VERSION_NUMBER", "Is the server the right one?"):
+        load_file(url)
+    assert "tried again" not in caplog.text
 
 
 @both

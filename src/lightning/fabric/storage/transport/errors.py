@@ -15,6 +15,7 @@ from lightning.fabric.storage.transport.retry import (
     attempts_of,
     chain,
     have_expired,
+    is_of_tls,
     is_transient,
     status_of,
 )
@@ -117,7 +118,7 @@ def _advice(verb: str, kind: type[OSError], place: Place, cause: BaseException) 
             " to another path, or remove what is there."
         )
     is_unanswered = kind is not FileNotFoundError and is_transient(cause) and status_of(cause) is None
-    return about_endpoint(place.raw) if is_unanswered else ""
+    return about_endpoint(place.raw) if is_unanswered or is_of_tls(cause) else ""
 
 
 def _has_name_in_the_way(place: Place) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 import re
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
@@ -124,8 +125,16 @@ def have_expired(error: BaseException) -> bool:
     return any(_EXPIRED.search(f"{type(cause).__name__}: {cause}") for cause in chain(error))
 
 
+def is_of_tls(error: BaseException) -> bool:
+    """Returns whether https failed for the server's certificate, or because the server speaks plain HTTP."""
+    reasons = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
+    return any(isinstance(cause, ssl.SSLError) and getattr(cause, "reason", "") in reasons for cause in chain(error))
+
+
 def is_transient(error: BaseException) -> bool:
     """Returns whether the same request may succeed a moment later."""
+    if is_of_tls(error):
+        return False
     for cause in chain(error):
         if (status := _own_status(cause)) is not None:
             return status in _STATUSES
