@@ -138,7 +138,7 @@ def run(job: Job, rank: int, listener: socket.socket, ids: Sequence[int]) -> dic
         return fit(job, world)
     if job["task"] == "resume":
         os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-        return resumes.run(job)
+        return resumes.continued(job) if "then" in job else resumes.run(job)
     if job["task"] == "flat saves":
         return flat_saves.run(job)
     if job["task"] == "flat_loads":

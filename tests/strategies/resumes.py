@@ -57,6 +57,7 @@ class Case(pl.LightningModule):
         torch.manual_seed(7)
         self.net = self.network()
         self.seen: list[Any] = []
+        self.losses: list[float] = []
 
     def network(self) -> nn.Module:
         return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 2))
@@ -69,7 +70,10 @@ class Case(pl.LightningModule):
 
     def training_step(self, batch: Any, number: int) -> Tensor | None:
         self.seen.append([self.current_epoch, number, batch[0].sum().item()])
-        return self.loss(batch[0])
+        loss = self.loss(batch[0])
+        if loss is not None:
+            self.losses.append(loss.item())
+        return loss
 
     def loss(self, batch: Tensor) -> Tensor:
         return self.net(batch).pow(2).mean()
@@ -106,9 +110,19 @@ def _results(job: Job) -> Iterator[tuple[str, list[str]]]:
             if isinstance(resumed, str):
                 yield f"{name}-{mode}", [*told, f"resume: {resumed}"]
                 continue
-            seen = straight["seen"][case.save_after or len(straight["seen"]) // 2 :]
-            told += [f"resumed: {one}" for one in differences({**straight, "seen": seen}, resumed)]
+            at = case.save_after or len(straight["seen"]) // 2
+            rest = {key: straight[key][at:] for key in ("seen", "losses")}
+            told += [f"resumed: {one}" for one in differences({**straight, **rest}, resumed)]
             yield f"{name}-{mode}", told
+
+
+def continued(job: Job) -> dict[str, Any]:
+    """The losses of the second epoch, of a run that was not interrupted and of one that another strategy goes on."""
+    straight, saved = _trained(Plain, job, "sync"), _trained(Plain, job, "sync", save=job["place"])
+    resumed = _trained(Plain, {**job, "strategy": job["then"]}, "sync", resume=f"{job['place']}/saved.ckpt")
+    if isinstance(saved, str) or isinstance(resumed, str):
+        return {"losses": [saved if isinstance(saved, str) else resumed]}
+    return {"losses": [straight["losses"][len(straight["seen"]) // 2 :], resumed["losses"]]}
 
 
 def _trained(case: type[Case], job: Job, mode: str, save: str | None = None, resume: str | None = None) -> Any:
@@ -166,6 +180,7 @@ def _end(trainer: Any, model: Case) -> dict[str, Any]:
         "schedulers": [told(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
         "counters": [trainer.current_epoch, trainer.global_step],
         "seen": model.seen,
+        "losses": model.losses,
         "extra": told(model.extra()),
     }
 

@@ -101,6 +101,16 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted_or_the_save_names_wh
             assert refusal in only
 
 
+@pytest.mark.parametrize(("strategy", "then"), [("fsdp", "model_parallel"), ("model_parallel", "fsdp")])
+def test_a_sharded_checkpoint_is_resumed_with_the_other_strategy(
+    forks: Forks, tmp_path: Path, strategy: str, then: str
+) -> None:
+    job = {"task": "resume", "strategy": strategy, "kind": "sharded", "then": then, "environments": [{}, {}]}
+    for outcome in forks.run({**job, "root": str(tmp_path), "place": str(tmp_path / "run")}):
+        straight, resumed = outcome["losses"]
+        assert resumed == pytest.approx(straight, rel=1e-6)
+
+
 def test_the_same_on_an_object_store(forks: Forks, tmp_path: Path, bucket: Bucket) -> None:
     cases = {"Late": ["background"], "BufferedSparse": ["sync"], "Loader": ["sync"]}
     environment = bucket.server.environment

@@ -180,9 +180,10 @@ def load_trainers(strategy: Any, path: Path, weights_only: bool | None) -> dict[
     found = find_to_load(path, weights_only)
     module, strict = strategy.model, strategy.lightning_module.strict_loading
     is_fitting = strategy.lightning_module.trainer.state.fn == "fit"
-    if not found.is_full:
+    if found.metadata is not None:
         own = {f"optimizer_{number}": each for number, each in enumerate(strategy.optimizers)} if is_fitting else {}
-        return _load_sharded(DistributedModel("model", module, own), found, strict)
+        key = load_targets.key_of_trainers_model(found.metadata)
+        return _load_sharded(DistributedModel(key, module, own), found, strict)
     checkpoint = _load_full(module, "state_dict", found, strategy.world_size, strict)
     states = checkpoint.get("optimizer_states")
     if states is not None and is_fitting:

@@ -32,6 +32,12 @@ def entries_of(metadata: "Metadata", key: str) -> dict[tuple[Any, ...], Any]:
     return {paths[name][1:]: thing for name, thing in described.items() if name in paths and paths[name][0] == key}
 
 
+def key_of_trainers_model(metadata: "Metadata") -> str:
+    """Returns the model's key in a sharded checkpoint of the Trainer: FSDP has another one than ModelParallel."""
+    keys = {path[0] for path in (metadata.planner_data or {}).values()}
+    return "model" if "model" in keys else "state_dict"
+
+
 def fit_module_state(state: dict[str, Any], entries: Mapping[tuple[Any, ...], Any], module: nn.Module) -> None:
     """Adapts a module's state to its entries in a checkpoint.
 

@@ -108,8 +108,9 @@ def load_state(
     model = distributed_model(state, _has_dtensor_modules, "distributed")
     module, key = model.module, model.key
     found = path if isinstance(path, FoundCheckpoint) else find_to_load(path, weights_only)
-    if not found.is_full:
-        load_module(module, key, get_model_state_dict(module), found, strict)
+    if found.metadata is not None:
+        saved_as = load_targets.key_of_trainers_model(found.metadata) if in_list else key
+        load_module(module, saved_as, get_model_state_dict(module), found, strict)
         for name, optimizer in model.optimizers.items():
             load_optimizer(module, optimizer, name, found, strict)
         return restore_rest(load_metadata(found), state, model, strict, into_objects=False)
