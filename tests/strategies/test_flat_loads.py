@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_5
-from tests.strategies.flat_loads import MODES, WHY, WRITERS, Mode
+from tests.strategies.flat_loads import ABSENT, MODES, WHY, WRITERS, Mode
 from tests.strategies.forks import Forks
 
 # before, FSDP's own functions are used
@@ -78,8 +78,9 @@ def test_torch_alone_and_fsdp2_load_what_fsdp_has_saved(checkpoints: Checkpoints
     assert checkpoints.differences(world, own, ways) == [{}] * world
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("reason", WHY)
+@pytest.mark.parametrize(
+    "reason", [pytest.param(why, marks=[] if why in ABSENT else [pytest.mark.slow]) for why in WHY]
+)
 def test_modules_that_need_whole_tensors_are_loaded_by_fsdp_itself_with_one_line_that_says_why(
     checkpoints: Checkpoints, reason: str
 ) -> None:
@@ -92,7 +93,6 @@ def test_modules_that_need_whole_tensors_are_loaded_by_fsdp_itself_with_one_line
     ("what", "error"),
     [
         ("shape", "ValueError: The parameter 'units.0.norm.weight' has the shape [7, 2], and in the checkpoint [7]"),
-        ("type", "ValueError: The parameter 'units.0.linear.weight' is of torch.float64, and in the checkpoint"),
         ("missing", "RuntimeError: Could not load the sharded checkpoint"),
         ("optimizer", "KeyError: \"The checkpoint has no optimizer 'other'"),
         ("parameter", "KeyError: \"The checkpoint's optimizer has no parameter 'one'"),
@@ -108,7 +108,17 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_is_overwritten(
         assert unchanged == "True"
 
 
-@pytest.mark.parametrize("what", ["type", "missing"])
-def test_what_is_missing_or_of_another_type_is_no_error_if_not_strict(checkpoints: Checkpoints, what: str) -> None:
-    for told in checkpoints.differences(2, [checkpoints.of(2)["fsdp"]], [("refuse", what, True, False)]):
+def test_what_is_missing_is_no_error_if_not_strict(checkpoints: Checkpoints) -> None:
+    for told in checkpoints.differences(2, [checkpoints.of(2)["fsdp"]], [("refuse", "missing", True, False)]):
         assert list(told.values()) == [["True"]]
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_floating_point_types_are_converted_with_one_warning_that_names_the_first(
+    checkpoints: Checkpoints, orig: bool
+) -> None:
+    first, other = checkpoints.differences(2, [checkpoints.of(2)["fsdp"]], [("refuse", "type", orig)])
+    ((warning, right),) = first.values()
+    assert warning.startswith("The parameter 'units.0.linear.weight' is of torch.bfloat16, and in the checkpoint of")
+    assert "it is converted, as 6 others" in warning
+    assert [[right]] == list(other.values()) == [["True"]]

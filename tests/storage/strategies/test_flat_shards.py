@@ -4,7 +4,8 @@ import copy
 import itertools
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ from lightning.fabric.storage.collectives.rank_group import RankGroup
 from lightning.fabric.storage.sharded.describable import describable, is_shard
 from lightning.fabric.storage.sharded.flat_shard import FlatShard, boxes_of
 from lightning.fabric.storage.sharded.save_planner import Shard
+from lightning.fabric.storage.strategies import flat_load
 from lightning.fabric.storage.strategies.flat_parts import Description, FlatPart, agree
+from lightning.fabric.storage.strategies.flat_states import LocalStates
+from lightning.fabric.storage.strategies.optimizer_state import Numbered
 
 SHAPES = [(), (1,), (7,), (5, 1), (1, 5), (3, 4), (2, 3, 4), (3, 1, 2, 2)]
 
@@ -190,3 +194,40 @@ def test_an_interruption_while_ranks_agree_is_no_reason() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         agree(interrupted, [])
+
+
+def test_a_type_from_which_none_is_converted_is_refused_by_name() -> None:
+    saved = TensorStorageMetadata(TensorProperties(torch.int64), torch.Size((2, 3)), [])
+    with pytest.raises(
+        ValueError, match=r"'w' is of torch.float32, and in the checkpoint of torch.int64: load it into"
+    ):
+        flat_load._check([part(0, 6)], {("w",): saved})
+
+
+def test_of_a_flat_parameter_the_parts_without_a_saved_state_get_zeros() -> None:
+    flat = torch.nn.Parameter(torch.ones(8))
+    shape = torch.Size((4,))
+    parts = [FlatPart(name, flat, [], shape, (0,), (0, 4), at, 8, False, flat[at : at + 4]) for name, at in PARTS]
+    optimizer = torch.optim.SGD([flat], lr=1.0, momentum=0.5)
+    optimizer.state[flat]["momentum_buffer"] = torch.full((8,), 9.0)
+    numbered = Numbered({flat: 0}, [{**optimizer.param_groups[0], "params": [0]}], {"v", "w"})
+    saved = TensorStorageMetadata(TensorProperties(torch.float32), shape, [])
+    with uninitialized_memory_filled():
+        entries = {("state", "w", "momentum_buffer"): saved}
+        states = LocalStates(optimizer, numbered, parts, {flat: ["v", "w"]}, entries)
+    states.targets["w"]["momentum_buffer"].to_local().fill_(3.0)
+    states.put_in()
+    assert optimizer.state[flat]["momentum_buffer"].tolist() == [0.0] * 4 + [3.0] * 4
+
+
+PARTS = [("v", 0), ("w", 4)]
+
+
+@contextmanager
+def uninitialized_memory_filled() -> Iterator[None]:
+    """Has torch fill with NaN what it would leave as it is, which may be zeros by chance."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

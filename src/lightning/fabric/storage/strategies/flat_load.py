@@ -14,6 +14,7 @@ from lightning.fabric.storage.strategies import flat_shards, load_targets, optim
 from lightning.fabric.storage.strategies.checkpoint_load import load_shards
 from lightning.fabric.storage.strategies.flat_parts import FlatPart
 from lightning.fabric.storage.strategies.flat_states import Entries, LocalStates, add_whole
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from lightning.fabric.storage.strategies.checkpoint_place import FoundCheckpoint
@@ -29,7 +30,7 @@ def load(
         key: The module's key in the checkpoint.
         optimizers: Its optimizers by their keys there.
         found: The checkpoint, which is sharded.
-        strict: Whether it is an error if the checkpoint lacks something, or has a parameter in another type.
+        strict: Whether it is an error if the checkpoint lacks something.
 
     Returns:
         False on all ranks if nothing was done, for FSDP's own functions are needed.
@@ -45,7 +46,7 @@ def load(
         return False
     assert found.metadata is not None, "it is sharded"
     entries = load_targets.entries_of(found.metadata, key)
-    _check(parts, entries, strict)
+    _check(parts, entries)
     own = flat_shards.state_of(module, parts, keep_vars=True)
     load_targets.fit_module_state(own, entries, module)
     names = flat_shards.names_of(module, parts)
@@ -64,8 +65,9 @@ def load(
     return True
 
 
-def _check(parts: Iterable[FlatPart], entries: Entries, strict: bool) -> None:
-    """Refuses parameters that a checkpoint has in another shape, or in another type if ``strict`` is set."""
+def _check(parts: Iterable[FlatPart], entries: Entries) -> None:
+    """Refuses parameters that a checkpoint has in another shape, or in a type from which none is converted."""
+    converted: list[str] = []
     for part in parts:
         entry = entries.get((part.name,))
         if entry is None:  # which the planner refuses, if that is not allowed
@@ -75,12 +77,16 @@ def _check(parts: Iterable[FlatPart], entries: Entries, strict: bool) -> None:
                 f"The parameter {part.name!r} has the shape {list(part.shape)}, and in the checkpoint"
                 f" {list(getattr(entry, 'size', ())) or 'none'}: is it a checkpoint of this model?"
             )
-        if strict and entry.properties.dtype != part.local.dtype:
-            raise ValueError(
-                f"The parameter {part.name!r} is of {part.local.dtype}, and in the checkpoint of"
-                f" {entry.properties.dtype}. Use the precision that it was saved with, or load it with `strict=False`,"
-                " which converts it."
-            )
+        own, saved = part.local.dtype, entry.properties.dtype
+        if own == saved:
+            continue
+        types = f"The parameter {part.name!r} is of {own}, and in the checkpoint of {saved}"
+        if not saved.is_floating_point:  # FSDP has no others
+            raise ValueError(f"{types}: load it into a model of the type that it was saved with.")
+        converted.append(types)
+    if converted:
+        others = f", as {len(converted) - 1} others" if len(converted) > 1 else ""
+        rank_zero_warn(f"{converted[0]}: it is converted{others}. Is the precision the one that you want?")
 
 
 def _load_groups(saved: Mapping[str, Entries], found: "FoundCheckpoint") -> dict[str, list[dict[str, Any]]]:
