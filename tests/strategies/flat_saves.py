@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import Adam, Optimizer
 
@@ -129,6 +130,26 @@ def accumulate(module: Any) -> None:
     module(torch.randn(4, 5)).backward()
 
 
+def interrupt(module: nn.Module) -> None:
+    """Leaves the root's parameters gathered, as an error or Ctrl-C in a training step does."""
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = module.last.register_forward_hook(fail)
+    with suppress(KeyboardInterrupt):
+        module.eval()(torch.randn(4, 5))
+    hook.remove()
+
+
+def forget_the_step(module: nn.Module) -> None:
+    """Has FSDP's own functions work again after :func:`interrupt`."""
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        unit.training_state = TrainingState.IDLE
+        if unit._handle is not None:
+            unit._handle._training_state = HandleTrainingState.IDLE
+
+
 def checkpointed(net: nn.Module) -> nn.Module:
     apply_activation_checkpointing(net, check_fn=lambda part: isinstance(part, (Block, nn.Conv2d)))
     return net
@@ -182,6 +203,8 @@ MODES = {
     "flat parameters gathered after validation": Mode({**_GRAD_OP, **_FLAT}, after=validate),
     "between accumulation steps": Mode(after=accumulate),
     "before a backward pass": Mode(_GRAD_OP, after=lambda module: module(torch.randn(4, 5))),
+    "interrupted": Mode(after=interrupt),
+    "flat parameters, interrupted": Mode(_FLAT, after=interrupt),
     "no shard": Mode({"sharding_strategy": ShardingStrategy.NO_SHARD}),
     "no shard of flat parameters": Mode({"sharding_strategy": ShardingStrategy.NO_SHARD, **_FLAT}),
     "mixed precision": Mode({"mixed_precision": _HALF}),
@@ -286,6 +309,7 @@ def compare(name: str, mode: Mode, folder: Path) -> list[str]:
     place = str(folder / name.replace(" ", "-"))
     save_sharded(own, {"name": name}, f"{place}-own")
     if mode.knows_fsdp:
+        forget_the_step(module)
         theirs = state_of_fsdp(module, optimizers)
         dcp.save(theirs, checkpoint_id=f"{place}-fsdp")
         wrong = [] if list(own["model"]) == list(theirs["model"]) else ["the order of names"]

@@ -90,7 +90,7 @@ def _parts_of(module: nn.Module) -> Iterator[FlatPart]:
 def _parts_of_unit(prefix: str, unit: "FullyShardedDataParallel") -> Iterator[FlatPart]:
     handle: Any = unit._handle
     flat = handle.flat_param
-    if handle._training_state.name != "IDLE":
+    if handle._training_state.name == "SUMMON_FULL_PARAMS":  # and perhaps changed; in a step they are not
         raise _Undescribed("its parameters are gathered at the moment")
     if handle._use_orig_params and not handle._skip_writeback_check and not handle._skipped_use_sharded_views:
         handle._writeback_orig_params()  # parameters that have been given other memory
@@ -147,6 +147,8 @@ def clean_name(name: str) -> str:
 def _prepare_load(module: nn.Module) -> None:
     for path, name in flat_hooks.loading_hooks(module):
         raise _Undescribed(f"{clean_name(path) or 'it'} has {name}, which may need it to load a state")
+    if any(unit._handle is not None and unit._handle._training_state.name != "IDLE" for unit in _units(module)):
+        raise _Undescribed("it is in the midst of a step")
     with flat_hooks.without_cutting(module):  # fails before anything is read, if a release lacks what it replaces
         flat_hooks.free_gathered(module)
 
