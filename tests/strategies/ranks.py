@@ -138,7 +138,7 @@ def run(job: Job, rank: int, listener: socket.socket, ids: Sequence[int]) -> dic
         return fit(job, world)
     if job["task"] == "resume":
         os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-        return resumes.continued(job) if "then" in job else resumes.run(job)
+        return RESUMES[job.get("how", "run")](job)
     if job["task"] == "flat saves":
         return flat_saves.run(job)
     if job["task"] == "flat_loads":
@@ -148,6 +148,9 @@ def run(job: Job, rank: int, listener: socket.socket, ids: Sequence[int]) -> dic
     fabric = Fabric(accelerator="cpu", devices=world, strategy=_strategy(job, world), plugins=plugins)
     fabric.launch()
     return {**TASKS[job["task"]](job, fabric, ids), "native": bool(obstore_config._stores)}
+
+
+RESUMES = {"run": resumes.run, "continued": resumes.continued, "alone": resumes.alone}
 
 
 def train(job: Job, rank: int, world: int) -> dict[str, Any]:

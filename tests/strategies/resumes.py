@@ -4,6 +4,7 @@ Each kind of state is a subclass of :class:`Case`. It is trained three times: wi
 of two epochs, and from that save on. In the end all three are to have the same, bit for bit, on each rank.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.distributed._tensor import DTensor  # its name in PyTorch 2.4 too
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning.pytorch as pl
+from lightning.fabric.storage.collectives import errors
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
@@ -123,6 +125,22 @@ def continued(job: Job) -> dict[str, Any]:
     if isinstance(saved, str) or isinstance(resumed, str):
         return {"losses": [saved if isinstance(saved, str) else resumed]}
     return {"losses": [straight["losses"][len(straight["seen"]) // 2 :], resumed["losses"]]}
+
+
+def alone(job: Job) -> dict[str, Any]:
+    """The error with which a run ends in which one rank fails, and is to save after that; and how long it took."""
+    errors.COMING_S = 1.0
+    callback = ModelCheckpoint(job["place"], save_on_exception=True, every_n_train_steps=100)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=_strategy(job), max_epochs=2, logger=False, callbacks=[callback],
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    since = time.monotonic()
+    try:
+        trainer.fit(Fails(job["strategy"]))
+    except Exception as error:
+        return {"fit": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - since}
+    return {}
 
 
 def _trained(case: type[Case], job: Job, mode: str, save: str | None = None, resume: str | None = None) -> Any:
@@ -233,6 +251,15 @@ CASES: dict[str, type[Case]] = {}
 def case(made: type[Case]) -> type[Case]:
     CASES[made.__name__] = made
     return made
+
+
+class Fails(Case):
+    """The others wait for the gradients of the second rank."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        if self.global_rank == 1 and self.global_step == 1:
+            raise RuntimeError("boom")
+        return super().loss(batch)
 
 
 @case

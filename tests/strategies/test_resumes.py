@@ -105,10 +105,28 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted_or_the_save_names_wh
 def test_a_sharded_checkpoint_is_resumed_with_the_other_strategy(
     forks: Forks, tmp_path: Path, strategy: str, then: str
 ) -> None:
-    job = {"task": "resume", "strategy": strategy, "kind": "sharded", "then": then, "environments": [{}, {}]}
+    job = {
+        "task": "resume",
+        "strategy": strategy,
+        "kind": "sharded",
+        "how": "continued",
+        "then": then,
+        "environments": [{}, {}],
+    }
     for outcome in forks.run({**job, "root": str(tmp_path), "place": str(tmp_path / "run")}):
         straight, resumed = outcome["losses"]
         assert resumed == pytest.approx(straight, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_that_fails_alone_does_not_wait_for_the_others_to_save(
+    forks: Forks, tmp_path: Path, strategy: str
+) -> None:
+    job = {"task": "resume", "strategy": strategy, "kind": "sharded", "how": "alone", "environments": [{}, {}]}
+    _, failed = forks.run({**job, "place": str(tmp_path / "run")})
+    assert failed["fit"] == "RuntimeError: boom"
+    assert failed["seconds"] < 20, "which is less than a collective call may take"
+    assert not list(tmp_path.glob("run/*"))
 
 
 def test_the_same_on_an_object_store(forks: Forks, tmp_path: Path, bucket: Bucket) -> None:

@@ -29,8 +29,10 @@ _NAMED = 4
 _OWN_WORD = re.compile(r"\S*\d\S*")
 #: Strategies whose checkpoints are written by a library of their own.
 _LOCAL_ONLY = ("DeepSpeedStrategy", "XLAFSDPStrategy")
-#: Seconds between two looks for a failure of another rank.
+#: Seconds between two looks for a failure of another rank, or whether it has come.
 _LOOK_S = 0.5
+#: Seconds for which a rank that has met an exception waits for the others, which may know nothing of it.
+COMING_S = 60.0
 
 
 def is_rank_zero() -> bool:
@@ -66,6 +68,34 @@ def together(doing: str) -> Iterator[None]:
 def together_in(strategy: Any, doing: str) -> AbstractContextManager[None]:
     """Returns :func:`together`, unless the process group does not consist of the ranks of ``strategy``."""
     return together(doing) if rank_and_world_size()[1] == getattr(strategy, "world_size", 1) else nullcontext()
+
+
+def come_together(strategy: Any) -> None:
+    """Waits until all ranks have come to save after an exception, of which the others may know nothing.
+
+    It is no collective call: a rank may wait for this one in another, as long as that may take.
+
+    Raises:
+        TimeoutError: A rank has not come.
+    """
+    rank, world_size = rank_and_world_size()
+    if world_size == 1 or world_size != getattr(strategy, "world_size", 1):
+        return
+    store = torch.distributed.distributed_c10d._get_default_store()
+    keys = [f"lightning/came/{one}" for one in range(world_size)]
+    own, came = store.add(keys[rank], 1), store.add("lightning/came", 1)
+    end = -(-came // world_size) * world_size
+    until = time.monotonic() + COMING_S
+    while store.add("lightning/came", 0) < end:
+        time.sleep(_LOOK_S)
+        if time.monotonic() > until:
+            late = [str(one) for one, key in enumerate(keys) if store.add(key, 0) < own]
+            store.add(keys[rank], -1)
+            store.add("lightning/came", -1)
+            raise TimeoutError(
+                f"Nothing is saved: rank {' and '.join(late[:_NAMED])} did not come within {COMING_S:.0f} seconds, and"
+                " may wait for this one, or be at work. All ranks have to come to save"
+            )
 
 
 def saving_together(strategy: Any, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
