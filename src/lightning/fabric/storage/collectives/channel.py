@@ -6,6 +6,7 @@ bytes; a rank that was killed shows in the next round; and one that makes no pro
 on all ranks.
 """
 
+import atexit
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
@@ -31,6 +32,8 @@ _T = TypeVar("_T")
 PATIENCE = timedelta(minutes=30)
 #: Seconds between two exchanges of states.
 _ROUND_S = 0.5
+#: Seconds for which the end of the interpreter waits for the last exchange.
+_EXIT_S = 2
 
 #: The states of a rank.
 _AT_WORK, _DONE, _FAILED, _STUCK, _LEFT = range(5)
@@ -59,6 +62,7 @@ class Channel:
             store = torch.distributed.distributed_c10d._get_default_store()
             self.patience = max(PATIENCE, getattr(store, "timeout", PATIENCE))  # which is the strategy's
             self.group = torch.distributed.new_group(backend="gloo", timeout=self.patience)
+            atexit.register(self._finish)
         self._rounds: _Rounds | None = None
         self._before: Future[None] | None = None
         #: True if all ranks have come to the end of the last rounds, and had not failed.
@@ -168,6 +172,11 @@ class Channel:
             torch.distributed.all_gather_object(errors, own, group=self.group)
             raise next(error for error in errors if error is not None)
         self._is_sound = True
+
+    def _finish(self) -> None:
+        """Waits for rounds that this rank has left: a thread in a collective call aborts an interpreter that ends."""
+        if self._before is not None:
+            wait([self._before], _EXIT_S)
 
     def _leave(self) -> None:
         """Notifies the others, without waiting for them, that this rank does not come to where they are."""
