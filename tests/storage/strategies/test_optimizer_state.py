@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning.fabric.storage.strategies.optimizer_state import target_factory
+from lightning.fabric.storage.strategies.optimizer_state import by_name, target_factory
 
 
 @pytest.fixture
@@ -36,3 +36,11 @@ def test_a_load_goes_into_the_state_that_an_optimizer_of_fsdp2_has() -> None:
     own = optimizer.state[module.weight]["exp_avg"].to_local().data_ptr()
     assert target() == own
     assert target(torch.bfloat16) != own
+
+
+def test_numbers_of_parameters_that_are_one_flat_parameter_are_refused_with_what_to_do() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.weight._fqns = ["weight", "bias"]  # type: ignore[attr-defined]
+    state = {"state": {0: {"step": 1}}, "param_groups": [{"params": [0, 1]}]}
+    with pytest.raises(ValueError, match=r"numbers for parameters.*Load it with `use_orig_params=True`"):
+        by_name(state, module)

@@ -33,6 +33,8 @@ _LOCAL_ONLY = ("DeepSpeedStrategy", "XLAFSDPStrategy")
 _LOOK_S = 0.5
 #: Seconds for which a rank that has met an exception waits for the others, which may know nothing of it.
 COMING_S = 60.0
+#: The number of looks after which it logs that it waits.
+_LATE = 6
 
 
 def is_rank_zero() -> bool:
@@ -85,17 +87,19 @@ def come_together(strategy: Any) -> None:
     keys = [f"lightning/came/{one}" for one in range(world_size)]
     own, came = store.add(keys[rank], 1), store.add("lightning/came", 1)
     end = -(-came // world_size) * world_size
-    until = time.monotonic() + COMING_S
-    while store.add("lightning/came", 0) < end:
+    for look in range(int(COMING_S / _LOOK_S)):
+        if store.add("lightning/came", 0) >= end:
+            return
+        if look == _LATE:
+            log.warning(f"Waiting for up to {COMING_S:.0f} s until all ranks come to save, after an exception")
         time.sleep(_LOOK_S)
-        if time.monotonic() > until:
-            late = [str(one) for one, key in enumerate(keys) if store.add(key, 0) < own]
-            store.add(keys[rank], -1)
-            store.add("lightning/came", -1)
-            raise TimeoutError(
-                f"Nothing is saved: rank {' and '.join(late[:_NAMED])} did not come within {COMING_S:.0f} seconds, and"
-                " may wait for this one, or be at work. All ranks have to come to save"
-            )
+    late = [str(one) for one, key in enumerate(keys) if store.add(key, 0) < own]
+    store.add(keys[rank], -1)
+    store.add("lightning/came", -1)
+    raise TimeoutError(
+        f"Nothing is saved: rank {' and '.join(late[:_NAMED])} did not come within {COMING_S:.0f} seconds, and may wait"
+        " for this one, or be at work. All ranks have to come to save"
+    )
 
 
 def saving_together(strategy: Any, path: str | os.PathLike[str]) -> AbstractContextManager[None]:

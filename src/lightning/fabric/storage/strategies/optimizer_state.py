@@ -56,7 +56,11 @@ def state_of(module: nn.Module, optimizer: Optimizer, full: bool) -> State:
 
 
 def by_name(state: State, module: nn.Module) -> State:
-    """Returns a full state of an optimizer by the names of parameters, from one by their numbers or names."""
+    """Returns a full state of an optimizer by the names of parameters, from one by their numbers or names.
+
+    Raises:
+        ValueError: It is by numbers, and FSDP has made one flat parameter of several.
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import OptimStateKeyType
 
@@ -64,6 +68,11 @@ def by_name(state: State, module: nn.Module) -> State:
     order = {name: at for at, name in enumerate(names)}
     groups = state["param_groups"]
     if state["state"] and isinstance(next(iter(state["state"])), int):
+        if any(len(getattr(parameter, "_fqns", ())) > 1 for parameter in module.parameters()):
+            raise ValueError(
+                "The checkpoint's optimizer has numbers for parameters, as those of DDP and of one device do, which"
+                " FSDP does not know with `use_orig_params=False`. Load it with `use_orig_params=True`."
+            )
         numbered = {"state": state["state"], "param_groups": [{"params": group["params"]} for group in groups]}
         state = FSDP.rekey_optim_state_dict(numbered, OptimStateKeyType.PARAM_NAME, module)
         renamed = [sorted(group["params"], key=order.__getitem__) for group in state["param_groups"]]
