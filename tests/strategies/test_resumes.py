@@ -123,9 +123,9 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others_to_save(
     forks: Forks, tmp_path: Path, strategy: str
 ) -> None:
     job = {"task": "resume", "strategy": strategy, "kind": "sharded", "how": "alone", "environments": [{}, {}]}
-    _, failed = forks.run({**job, "place": str(tmp_path / "run")})
+    waiting, failed = forks.run({**job, "place": str(tmp_path / "run")})
     assert failed["fit"] == "RuntimeError: boom"
-    assert failed["seconds"] < 20, "which is less than a collective call may take"
+    assert max(waiting["seconds"], failed["seconds"]) < 20, "which is less than a collective call may take"
     assert not list(tmp_path.glob("run/*"))
 
 

@@ -78,24 +78,26 @@ def come_together(strategy: Any) -> None:
     It is no collective call: a rank may wait for this one in another, as long as that may take.
 
     Raises:
-        TimeoutError: A rank has not come.
+        TimeoutError: A rank has not come, or this one came too late.
     """
     rank, world_size = rank_and_world_size()
     if world_size == 1 or world_size != getattr(strategy, "world_size", 1):
         return
     store = torch.distributed.distributed_c10d._get_default_store()
-    keys = [f"lightning/came/{one}" for one in range(world_size)]
-    own, came = store.add(keys[rank], 1), store.add("lightning/came", 1)
-    end = -(-came // world_size) * world_size
+    came = f"lightning/came/{store.add(f'lightning/exceptions/{rank}', 1)}"
+    store.set(f"{came}/{rank}", "")
+    count = store.add(came, 1)
     for look in range(int(COMING_S / _LOOK_S)):
-        if store.add("lightning/came", 0) >= end:
+        if count >= world_size:
             return
+        if count < 0:
+            raise TimeoutError("Nothing is saved: other ranks have waited for this one, and have given up")
         if look == _LATE:
             log.warning(f"Waiting for up to {COMING_S:.0f} s until all ranks come to save, after an exception")
         time.sleep(_LOOK_S)
-    late = [str(one) for one, key in enumerate(keys) if store.add(key, 0) < own]
-    store.add(keys[rank], -1)
-    store.add("lightning/came", -1)
+        count = store.add(came, 0)
+    store.add(came, -2 * world_size)
+    late = [str(one) for one in range(world_size) if not store.check([f"{came}/{one}"])]
     raise TimeoutError(
         f"Nothing is saved: rank {' and '.join(late[:_NAMED])} did not come within {COMING_S:.0f} seconds, and may wait"
         " for this one, or be at work. All ranks have to come to save"
