@@ -92,6 +92,7 @@ def _run(tree: Path, folder: Path, names: Iterable[str]) -> dict[str, str]:
     report = WORK / f"{tree.name}-{folder.name}.xml"
     report.unlink(missing_ok=True)
     options = ["-q", "-p", "no:cacheprovider", "--no-header", "-rN", f"--timeout={_PATIENCE}", f"--junitxml={report}"]
+    options += ["--ignore-glob=*/test_legacy_checkpoints.py"]  # it needs files that are not in the repository
     command = [str(WORK / "venv/bin/python"), "-m", "pytest", *options, "-n2", "--dist=loadfile", *names]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree / "src"), str(folder)])}
     log = report.with_suffix(".log")
