@@ -20,6 +20,7 @@ def place(edit: Edit, source: bytes, layout: Layout) -> Splice:
     spec = {key: layout.text(value) for key, value in edit.spec.items()}
     tree = ast.parse(source)
     scope = _scope(edit, tree, spec.get("in"))
+    _check_shadowing(edit, scope, spec.get("import", ""))
     if "landed" in spec:
         landed = [syntax.undotted(statement) for statement in statements(edit, spec["landed"])]
         if syntax.matches(syntax.undotted(scope), landed):
@@ -37,6 +38,17 @@ def _scope(edit: Edit, tree: ast.Module, path: str | None) -> ast.AST:
             raise PatchError(f"{edit}: {len(found) or 'no'} definitions of {name!r}, and there must be exactly one")
         scope = found[0]
     return scope
+
+
+def _check_shadowing(edit: Edit, scope: ast.AST, imports: str) -> None:
+    """Refuses a name to import that a function has as a variable: its call would find that, or nothing yet."""
+    if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return
+    names = {alias.asname or alias.name for node in statements(edit, imports) for alias in getattr(node, "names", ())}
+    own = {node.id for node in ast.walk(scope) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.arg for node in ast.walk(scope) if isinstance(node, ast.arg)}
+    if shadowed := names & own:
+        raise PatchError(f"{edit}: {sorted(shadowed)[0]!r} is a variable there: import something of another name")
 
 
 def _place_found(edit: Edit, tree: ast.Module, scope: ast.AST, source: bytes, spec: dict[str, str]) -> Splice:

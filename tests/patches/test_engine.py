@@ -63,6 +63,18 @@ def text(source: str) -> str:
     return textwrap.dedent(source)
 
 
+class TestShadowing:
+    @pytest.mark.parametrize("source", ["def go():\n    oar = row(1)\n", "def go(oar):\n    row(1)\n"])
+    def test_a_name_that_the_function_has_for_something_else_is_refused(self, tmp_path, source):
+        edit = make_edit(scope="go", find="row(1)", replace="oar(1)", **{"import": "from lightning.pytorch import oar"})
+        assert "'oar' is a variable there" in error(tmp_path, source, edit)
+
+    def test_a_variable_elsewhere_is_no_matter(self, tmp_path):
+        source = "from lightning import x\n\n\ndef stop():\n    oar = 1\n\n\ndef go():\n    row(1)\n"
+        edit = make_edit(scope="go", find="row(1)", replace="oar(1)", **{"import": "from lightning.pytorch import oar"})
+        assert "    oar(1)\n" in result(tmp_path, source, edit)
+
+
 class TestWhatIsLeftOpen:
     @pytest.mark.parametrize(
         "find",

@@ -4,7 +4,11 @@ It is compared by the syntax trees. Nothing may differ but for added optional ke
 """
 
 import ast
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -221,3 +225,39 @@ def test_patched_modules(distribution: str, pristine: Callable[[str], Path], tmp
     inherited, added = {"__init__", "save_checkpoint", "teardown"}, {"checkpoint_io", "checkpoint_io#2"}
     assert plugin == {"AsyncCheckpointIO", *(f"AsyncCheckpointIO.{name}" for name in inherited | added)}
     assert found == {}
+
+
+#: Prints what the command line takes for each class of these modules, which jsonargparse reads from their sources too.
+ARGUMENTS = """
+import inspect, json, warnings
+warnings.simplefilter("ignore")
+from jsonargparse._parameter_resolvers import get_signature_parameters
+from lightning.pytorch import Trainer, callbacks, loggers, profilers, strategies
+from lightning.pytorch.plugins import io
+
+classes = {"Trainer": Trainer}
+for module in (callbacks, loggers, profilers, strategies, io):
+    classes |= {name: value for name, value in vars(module).items() if inspect.isclass(value) and name[0] != "_"}
+print(json.dumps({
+    name: [parameter.name for parameter in get_signature_parameters(value, None)] for name, value in classes.items()
+}))
+"""
+
+
+@pytest.mark.slow
+def test_the_command_line_takes_all_arguments_of_all_classes_as_before(pristine: Callable[[str], Path]) -> None:
+    before, after = (
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", ARGUMENTS],
+                env={**os.environ, **path},
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.splitlines()[-1]
+        )
+        for path in ({"PYTHONPATH": str(pristine("lightning"))}, {})
+    )
+    missing = {name: set(arguments) - set(after[name]) for name, arguments in before.items()}
+    assert {name: gone for name, gone in missing.items() if gone} == {}
+    assert "flush_secs" in after["TensorBoardLogger"]

@@ -230,7 +230,7 @@ def test_fabrics_loggers_write_to_the_store(store: Store, tmp_path: Path) -> Non
     ]  # fmt: skip
     assert os.listdir(tmp_path) == []
     again = fabric.CSVLogger(f"{store.root}/CSVLogger", version=0)
-    with pytest.warns(UserWarning, match="logs of an earlier run"):
+    with pytest.warns(UserWarning, match="exists and is not empty. What an earlier run has logged"):
         again.log_metrics({"y": 2.0}, 0)
     again.finalize("success")
     assert store.outside.get("CSVLogger/lightning_logs/version_0/metrics.csv") == b"step,y\r\n0,2.0\r\n"

@@ -141,20 +141,19 @@ class _CopiedWriter:
 class EventFiles(_LogFolder):
     """The folder of TensorBoard's files of events, and a file of hyperparameters beside the folder's copy."""
 
-    def writer(self, kind: Any, folder: str, **kwargs: Any) -> Any:
-        """Makes a writer of events to ``folder``; where that is a URL, what flushes or closes it copies what is new.
+    def copied(self, writer: Any) -> Any:
+        """Returns a writer of events; where they are copied to a URL, what flushes or closes it copies what is new.
 
         Args:
-            kind: The class ``SummaryWriter`` of torch or tensorboardX.
-            folder: A local path or a URL.
-            kwargs: The writer's other arguments.
+            writer: A ``SummaryWriter`` of torch or tensorboardX, to the folder that :meth:`begin` has returned. Its
+                class is changed after it was made: the command line learns from the logger's source that it is called
+                with the logger's other arguments, and which these are.
         """
-        local = self.begin(folder)
-        if self._mirror is None:
-            return kind(log_dir=local, **kwargs)
-        writer = type(kind.__name__, (_CopiedWriter, kind), {})(log_dir=local, **kwargs)
-        writer.copies = self._mirror
-        self._mirror.follow(writer)
+        if self._mirror is not None:
+            kind = type(writer)
+            writer.__class__ = type(kind.__name__, (_CopiedWriter, kind), {})
+            writer.copies = self._mirror
+            self._mirror.follow(writer)
         return writer
 
     def isfile(self, path: str) -> bool:
@@ -194,7 +193,7 @@ class LogFiles(_LogFolder):
         """
         if has_entries(folder):
             rank_zero_warn(
-                f"There are logs of an earlier run in {locate(folder)}. What that has logged"
+                f"Experiment logs directory {locate(folder)} exists and is not empty. What an earlier run has logged"
                 f" to {os.path.basename(file)} there is deleted: give each run its own version, to keep all."
             )
             remove_file(locate(file))

@@ -6,7 +6,7 @@ import torch
 from torch.nn import Module
 
 
-def device_id(device: torch.device) -> torch.device | int:
+def fsdp_device_id(device: torch.device) -> torch.device | int:
     """Returns FSDP's ``device_id`` for the device that it computes on."""
     return device if device.type == "cpu" else device.index
 

@@ -70,7 +70,7 @@ class NestedActions(Mapping[str, ActionProfile]):
             last = len(self._going_on) - 1 - self._going_on[::-1].index(action)
             self._go_on_with(self._going_on[:last] + self._going_on[last + 1 :])
         elif action not in self:
-            raise ValueError(f"The action {action!r} cannot be stopped, for it was never started.")
+            raise ValueError(f"Attempting to stop recording the action {action!r}, which was never started.")
 
     def clear(self) -> None:
         """Forgets all profiles."""

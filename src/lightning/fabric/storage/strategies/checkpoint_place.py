@@ -116,8 +116,8 @@ def find_to_load(path: AnyPath, weights_only: bool | None = None) -> FoundCheckp
         if from_rank_zero(found.place.kind, f"loading {found.place}") == "nothing":
             raise not_found(found.place)
         raise ValueError(
-            f"There is a folder {found}, but it holds no sharded checkpoint. Give the path of one, or of a file with a"
-            " full checkpoint."
+            f"The path {found} does not point to a valid checkpoint: there is a folder, but it holds no sharded"
+            " checkpoint. Give the path of one, or of a file with a full checkpoint."
         )
     return found
 

@@ -14,6 +14,7 @@ from lightning.fabric.storage.strategies.state import (
     DistributedModel,
     Filters,
     Path,
+    check_what_to_load,
     distributed_model,
     place_for_fabric,
     restore_rest,
@@ -115,7 +116,7 @@ def _gathered(strategy: Any, module: Module) -> Any:
 def load(
     strategy: "FSDPStrategy",
     path: Path,
-    state: Module | Optimizer | dict[str, Any] | None,
+    state: Module | dict[str, Any],
     strict: bool,
     weights_only: bool | None,
 ) -> dict[str, Any]:
@@ -134,20 +135,13 @@ def load(
     from lightning.fabric.strategies.fsdp import _has_fsdp_modules
     from lightning.fabric.strategies.model_parallel import _load_raw_module_state_from_path
 
-    if not state:
-        raise ValueError(
-            f"FSDPStrategy.load_checkpoint(..., state={state!r}) has nothing to load into: give it a dictionary with at"
-            " least the model, state={'model': model}."
-        )
-    found = find_to_load(path, weights_only)
+    check_what_to_load(strategy, state)
     if isinstance(state, Module):
+        found = find_to_load(path, weights_only)
         _load_raw_module_state_from_path(found, module=state, world_size=strategy.world_size, strict=strict)  # type: ignore[arg-type]
         return {}
-    if isinstance(state, Optimizer):
-        raise NotImplementedError(
-            "FSDP cannot load an optimizer alone: give the model and the optimizer in a dictionary."
-        )
     model = distributed_model(state, _has_fsdp_modules, "FSDP")
+    found = find_to_load(path, weights_only)
     if not found.is_full:
         return restore_rest(_load_sharded(model, found, strict), state, model, strict, into_objects=False)
     checkpoint = _load_full(model.module, model.key, found, strategy.world_size, strict)
@@ -198,7 +192,7 @@ def load_trainers(strategy: Any, path: Path, weights_only: bool | None) -> dict[
 
 def _is_sharded(strategy: Any) -> bool:
     if strategy._state_dict_type not in ("sharded", "full"):
-        raise ValueError(f"`state_dict_type` is 'sharded' or 'full', not {strategy._state_dict_type!r}")
+        raise ValueError(f"Unknown state_dict_type: it is 'sharded' or 'full', and not {strategy._state_dict_type!r}")
     return bool(strategy._state_dict_type == "sharded")
 
 

@@ -18,6 +18,7 @@ from lightning.fabric.storage.strategies.checkpoint_save import save_full, save_
 from lightning.fabric.storage.strategies.state import (
     Filters,
     Path,
+    check_what_to_load,
     distributed_model,
     place_for_fabric,
     restore_rest,
@@ -84,6 +85,24 @@ def module_state(module: Module, full: bool) -> dict[str, Any]:
 
     load_targets.refuse_unloadable(module)
     return get_model_state_dict(module, options=StateDictOptions(full_state_dict=full, cpu_offload=full))
+
+
+def load(
+    strategy: "ModelParallelStrategy",
+    path: Path,
+    state: Module | dict[str, Any],
+    strict: bool,
+    weights_only: bool | None,
+) -> dict[str, Any]:
+    """Loads a checkpoint of Fabric, as :func:`load_state`, or into the model alone; a collective call."""
+    from lightning.fabric.strategies.model_parallel import _load_raw_module_state_from_path
+
+    check_what_to_load(strategy, state)
+    if isinstance(state, Module):
+        found = find_to_load(path, weights_only)
+        _load_raw_module_state_from_path(found, module=state, world_size=strategy.world_size, strict=strict)  # type: ignore[arg-type]
+        return {}
+    return load_state(path, state, strict, in_list=False, weights_only=weights_only)
 
 
 def load_state(

@@ -47,8 +47,9 @@ def distributed_model(
     found = [(key, value) for key, value in state.items() if is_distributed(value)]
     if not found:
         raise ValueError(
-            f"The state has no {kind} model, but {', '.join(map(repr, state)) or 'nothing'}. It needs the module that"
-            " the strategy has set up, and its optimizers as they were set up with it."
+            f"Could not find a {kind} model in the provided checkpoint state. It has"
+            f" {', '.join(map(repr, state)) or 'nothing'}, and needs the module that the strategy has set up, and its"
+            " optimizers as they were set up with it."
         )
     if len(found) > 1:
         keys = ", ".join(repr(key) for key, _ in found)
@@ -117,6 +118,26 @@ def restore_rest(
     else:
         state.update({key: saved.pop(key) for key in keys & saved.keys()})
     return saved
+
+
+def check_what_to_load(strategy: Any, state: Any) -> None:
+    """Refuses what a checkpoint of Fabric cannot be loaded into.
+
+    Raises:
+        ValueError: It is nothing.
+        NotImplementedError: It is an optimizer alone.
+    """
+    name = type(strategy).__name__
+    if not state:
+        raise ValueError(
+            f"Got {name}.load_checkpoint(..., state={state!r}), which has nothing to load into: give it a dictionary"
+            " with at least the model, state={'model': model}."
+        )
+    if isinstance(state, Optimizer):
+        raise NotImplementedError(
+            f"{name} loads no single optimizer object from a checkpoint: give it the model and the optimizer in a"
+            " dictionary."
+        )
 
 
 def place_for_fabric(strategy: Any, path: Path, storage_options: Any, filters: Filters | None, is_full: bool) -> Place:
