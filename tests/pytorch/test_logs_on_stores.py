@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,6 +172,17 @@ def test_tensorboard_reads_segments_of_a_run_that_goes_on(
     logger.log_metrics({"x": 30.0}, 30)  # a new file of events
     logger.finalize("success")
     assert scalars(logger.log_dir, "x") == [*written, (30, 30.0)]
+
+
+@pytest.mark.parametrize("store", ["memory"], indirect=True)
+def test_no_thread_copies_logs_any_more_when_a_run_has_ended(store: Store) -> None:
+    pl = importlib.import_module("lightning.pytorch")
+    before = set(threading.enumerate())
+    trainer = fit(pl, loggers(pl, f"{store.root}/logs"))
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+    assert set(threading.enumerate()) <= before
+    assert len(trainer.loggers) == 2  # which are still there
 
 
 @pytest.mark.parametrize("store", ["s3"], indirect=True)
