@@ -54,7 +54,8 @@ def distributed_model(
     if len(found) > 1:
         keys = ", ".join(repr(key) for key, _ in found)
         raise ValueError(
-            f"A checkpoint holds one {kind} model, and the state has several: {keys}. Save each at its own path."
+            f"Found multiple {kind} models in the given state. A checkpoint holds one, and these are {keys}: save each"
+            " at its own path."
         )
     optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
     return DistributedModel(*found[0], optimizers)
@@ -135,8 +136,8 @@ def check_what_to_load(strategy: Any, state: Any) -> None:
         )
     if isinstance(state, Optimizer):
         raise NotImplementedError(
-            f"{name} loads no single optimizer object from a checkpoint: give it the model and the optimizer in a"
-            " dictionary."
+            f"Loading a single optimizer object from a checkpoint is not supported by {name}: give it the model and the"
+            " optimizer in a dictionary."
         )
 
 
