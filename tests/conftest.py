@@ -26,7 +26,7 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite(
-    *(f"tests.accelerators.{name}" for name in ("reads", "staging", "training")),
+    *(f"tests.accelerators.{name}" for name in ("beside", "optimizers", "reads", "staging", "training")),
     *(
         "tests.storage.contract",
         "tests.storage.sharded.sharded_contract",

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.accelerators.beside import BesideContract
+from tests.accelerators.optimizers import OptimizersContract
 from tests.accelerators.reads import FilesContract, ShardsContract
 from tests.accelerators.staging import OrderContract, RegisteringContract, StagingContract
 from tests.accelerators.training import PluginContract, TrainingContract
@@ -38,4 +40,12 @@ class TestPlugin(PluginContract):
 
 
 class TestTraining(TrainingContract):
+    pass
+
+
+class TestBeside(BesideContract):
+    pass
+
+
+class TestOptimizers(OptimizersContract):
     pass

@@ -38,6 +38,7 @@ def load() -> ModuleType:
     torch._register_device_module(NAME, this)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     atexit.register(_late.shut_down)
+    torch.empty(1, pin_memory=True)  # before that, torch takes no memory for pinned
     return this
 
 

@@ -6,7 +6,9 @@ import threading
 import pytest
 
 from lightning.fabric.storage.background.staging import Staging
+from tests.accelerators.beside import BesideContract
 from tests.accelerators.device import MIB
+from tests.accelerators.optimizers import OptimizersContract
 from tests.accelerators.reads import FilesContract, ShardsContract
 from tests.accelerators.staging import (
     OrderContract,
@@ -60,4 +62,12 @@ class TestPlugin(PluginContract):
 
 
 class TestTraining(TrainingContract):
+    pass
+
+
+class TestBeside(BesideContract):
+    pass
+
+
+class TestOptimizers(OptimizersContract):
     pass
