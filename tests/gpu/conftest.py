@@ -54,6 +54,7 @@ class CudaDevice(Device):
     @override
     def capturing(self) -> Iterator[None]:
         values = torch.zeros(3, device=self.device)
+        values.add_(1)  # a kernel is loaded when it is used first, which a capture need not allow
         with torch.cuda.device(self.device), torch.cuda.graph(torch.cuda.CUDAGraph()):
             values.add_(1)
             yield
