@@ -25,7 +25,7 @@ PLOT_STAMP := $(BENCH)/plot/plot-$(call checksum,requirements/plot.txt)
 # Lightning is a package that is installed, and so are our modules inside it: mypy finds them by name.
 OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' | LC_ALL=C sort)
 
-.PHONY: setup test test-all setup-azure test-azure setup-hdfs test-hdfs setup-stores test-stores setup-device test-device test-upstream lint demo bench bench-files bench-sharded bench-async bench-scale dev clean
+.PHONY: setup test test-all setup-azure test-azure setup-hdfs test-hdfs setup-stores test-stores setup-device test-device test-upstream test-gpu gpu-wheels lint demo bench bench-files bench-sharded bench-async bench-scale bench-gpu dev clean
 .DELETE_ON_ERROR:
 
 setup: $(FORK_STAMP)
@@ -82,6 +82,17 @@ test-device: setup-device
 setup-device: setup
 	$(BIN)/python -m tests.late_device.build
 
+# Those of them that `make test` skips where there is no CUDA device: here that is an error. See tests/gpu/offline.sh for
+# a machine that reaches no package index.
+test-gpu: setup
+	$(BIN)/python benchmarks/gpu/machine.py
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
+# All that tests/gpu/offline.sh installs, for a Python of GPU_PYTHON whose torch is there already.
+GPU_PYTHON ?= $(shell $(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+gpu-wheels: setup
+	$(BIN)/python tests/gpu/wheels.py build/gpu-wheels --python $(GPU_PYTHON)
+
 # Lightning's own tests, without the patches and with them: make test-upstream CHECKOUT=../pytorch-lightning
 test-upstream: setup $(UPSTREAM_TESTS_STAMP)
 	@test -n "$(CHECKOUT)" || { echo "name a git clone of Lightning: make test-upstream CHECKOUT=DIR" >&2; exit 1; }
@@ -131,6 +142,10 @@ bench-scale: setup $(BENCH)/upstream/stock-$(call checksum,requirements) $(PLOT_
 	  --beside $(BENCH)/upstream/bin/python
 	$(BIN)/python benchmarks/scale/scenarios.py $(BENCH)/scale.json --page docs/scale.md
 	$(BENCH)/plot/bin/python benchmarks/plot.py $(BENCH)/scale.json docs/scale.svg
+
+# What only a CUDA device shows of saves in the background; some minutes.
+bench-gpu: setup
+	$(BIN)/python benchmarks/gpu/run.py $(BENCH)/gpu.json
 
 # Both distributions in .venv from linked sources, until a change of the sources makes `make setup` install wheels again.
 dev: setup

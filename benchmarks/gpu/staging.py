@@ -1,15 +1,11 @@
-"""Measures how a state is copied from a CUDA device to the host while training goes on.
+"""Measures how a state is copied from a device to the host while training goes on.
 
-``python benchmarks/gpu/staging.py`` prints one line of JSON, or says that there is no device. Medians of several runs:
-
-- the rate of copies, beside that of one large copy into torch's own pinned memory, which is what the bus gives;
+- The rate of copies, beside that of one large copy into torch's own pinned memory, which is what the bus gives;
 - how long the CPU is kept from training by one, and how much memory of the device it takes;
 - how much longer an interval of steps of a model with FSDP takes if its shard is copied at the beginning.
 """
 
-import json
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from lightning.fabric.storage.background.staging import Staged, Staging
 
 MIB = 1 << 20
+#: Of fewer values, the 99th percentile is but the greatest.
+ENOUGH = 100
 
 
 @dataclass(frozen=True)
@@ -36,15 +34,17 @@ class Sizes:
     small_kib: int = 1024
     layers: int = 24
     width: int = 4096
-    batch: int = 4096
-    steps: int = 20
+    batch: int = 1024
+    interval: int = 20
     runs: int = 5
+    copies: int = 100
+    steps: int = 100
+    saves: int = 10
 
 
 def measure(device: str, sizes: Sizes) -> dict[str, Any]:
     """Returns the figures by name; on a CPU, for which these say little, those of the device's memory are missing."""
-    figures: dict[str, Any] = {"device": torch.cuda.get_device_name() if device == "cuda" else device}
-    figures |= {"bus_gib_per_s": bus_rate(device, sizes), **copies(device, sizes)}
+    figures = {"bus_gib_per_s": bus_rate(device, sizes), **copies(device, sizes)}
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         return figures | training(device, sizes)
@@ -63,6 +63,14 @@ def seconds(device: str, call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def summary(name: str, values: list[float]) -> dict[str, float]:
+    """The median and the greatest of some values, and the 99th percentile where these are enough for it."""
+    figures = {name: statistics.median(values), f"{name}_count": len(values), f"{name}_longest": max(values)}
+    if len(values) >= ENOUGH:
+        figures[f"{name}_99th_percentile"] = statistics.quantiles(values, n=100)[98]
+    return figures
+
+
 def bus_rate(device: str, sizes: Sizes) -> float:
     source = torch.ones(sizes.large[0] * MIB, dtype=torch.uint8, device=device)
     target = torch.zeros(source.shape, dtype=torch.uint8, pin_memory=device == "cuda")
@@ -77,7 +85,7 @@ def copies(device: str, sizes: Sizes) -> dict[str, float]:
     }
     staging = Staging()
     blocked, rates, grown = [], [], []
-    for _ in range(sizes.runs + 1):
+    for _ in range(sizes.copies + 1):
         if device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -93,7 +101,7 @@ def copies(device: str, sizes: Sizes) -> dict[str, float]:
     figures = {
         "copied_gib": staged.size / 2**30,
         "first_copy_seconds_of_the_cpu": blocked[0],
-        "copy_seconds_of_the_cpu": statistics.median(blocked[1:]),
+        **summary("copy_seconds_of_the_cpu", blocked[1:]),
         "copy_gib_per_s": statistics.median(rates[1:]),
     }
     return figures | ({"device_memory_mib": max(grown)} if grown else {})
@@ -109,7 +117,7 @@ def training(device: str, sizes: Sizes) -> dict[str, float]:
     batch = torch.randn(sizes.batch, sizes.width, device=device)
     staging, users, blocked = Staging(), list[threading.Thread](), []
 
-    def steps(count: int = sizes.steps) -> None:
+    def steps(count: int = sizes.interval) -> None:
         for _ in range(count):
             optimizer.zero_grad()
             model(batch).square().mean().backward()
@@ -133,7 +141,7 @@ def training(device: str, sizes: Sizes) -> dict[str, float]:
         users[-1].join()
     return {
         "shard_gib": size / 2**30,
-        "steps": sizes.steps,
+        "steps": sizes.interval,
         "steps_seconds": statistics.median(without[1:]),
         "steps_with_a_copy_seconds": statistics.median(with_copy[1:]),
         "shard_copy_seconds_of_the_cpu": statistics.median(blocked[1:]),
@@ -150,10 +158,3 @@ def shard(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torc
 def use(staged: Staged) -> None:
     staged.wait()
     staged.release()
-
-
-if __name__ == "__main__":
-    if torch.cuda.is_available():
-        print(json.dumps(measure("cuda", Sizes())))
-    else:
-        print("Skipped: this needs a CUDA device.", file=sys.stderr)
