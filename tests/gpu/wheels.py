@@ -14,7 +14,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 #: What is tested, and what the tests of this folder import.
-ROOTS = "lightning pytorch-lightning pytest pytest-timeout s3fs obstore moto[s3] flask flask-cors pyftpdlib".split()
+ROOTS = [
+    *("lightning", "pytorch-lightning", "s3fs", "obstore", "pytest", "pytest-timeout"),
+    *("moto[s3]", "flask", "flask-cors", "pyftpdlib"),
+]
 #: On the other machine, or made here.
 LEFT_OUT = ("torch", "lightning", "pytorch-lightning")
 LINUX = [f"manylinux_2_{minor}_x86_64" for minor in range(5, 35)] + ["manylinux1_x86_64", "manylinux2014_x86_64"]
