@@ -244,7 +244,11 @@ class Operation {
       twins.push_back(twin(result));
       return result;
     });
-    launch(queue, Kind::WORK, [this_op = *this, work, stack, twins] {
+    // without the arguments, which Python may have let go by then: to destroy them needs its lock, which the host may
+    // have while it waits for this
+    Operation this_op = *this;
+    this_op.arguments_.clear();
+    launch(queue, Kind::WORK, [this_op, work, stack, twins] {
       work();
       size_t next = 0;
       this_op.results(*stack, [&](const Tensor& result) {
