@@ -19,16 +19,20 @@ trap 'rm -rf "$environment"' EXIT
 # installed here comes first.
 "$python" -m venv --without-pip "$environment"
 own=$environment/bin/python
+there=("$wheels"/*.whl)
+if "$python" -c 'import numpy' 2> /dev/null; then  # with which others that torchmetrics imports may have been built
+  there=($(printf '%s\n' "${there[@]}" | grep -v '/numpy-'))
+fi
 "$python" -c 'import os, site, torch; print(os.path.dirname(os.path.dirname(torch.__file__)), *site.getsitepackages(), sep="\n")' \
   > "$("$own" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of-python.pth"
 "$python" -m pip --python "$own" install --quiet --disable-pip-version-check --no-index --no-deps --no-compile \
-  --ignore-installed "$wheels"/*.whl "${ours[@]}"
+  --ignore-installed "${there[@]}" "${ours[@]}"
 
-export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1  # PYTHON may have plugins for another pytest
 "$own" benchmarks/gpu/machine.py | tee "$results/machine.json"
 failed=0
 # SIGINT has pytest tell what it has done so far
 timeout --signal=INT --kill-after=20 340 "$own" -m pytest -m gpu tests/gpu -v --durations=15 --timeout=150 \
-  -p no:cacheprovider 2>&1 | tee "$results/tests.txt" || failed=1
+  -p no:cacheprovider -p pytest_timeout 2>&1 | tee "$results/tests.txt" || failed=1
 timeout --kill-after=10 180 "$own" benchmarks/gpu/run.py "$results/bench.json" 2>&1 | tee "$results/bench.txt" || failed=1
 exit $failed
