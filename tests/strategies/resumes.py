@@ -5,6 +5,7 @@ of two epochs, and from that save on. In the end all three are to have the same,
 """
 
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,7 +129,10 @@ def continued(job: Job) -> dict[str, Any]:
 
 
 def alone(job: Job) -> dict[str, Any]:
-    """The error with which a run ends in which one rank fails, and is to save after that; and how long it took."""
+    """The error with which a run ends in which one rank fails, and is to save after that; and how long it took.
+
+    With ``all`` both ranks fail.
+    """
     if torch.distributed.get_rank() == 1:
         errors.COMING_S = 1.0  # after which the other need not wait any more
     callback = ModelCheckpoint(job["place"], save_on_exception=True, every_n_train_steps=100)
@@ -138,9 +142,10 @@ def alone(job: Job) -> dict[str, Any]:
     )  # fmt: skip
     since = time.monotonic()
     try:
-        trainer.fit(Fails(job["strategy"]))
+        trainer.fit((AllFail if job.get("all") else Fails)(job["strategy"]))
     except Exception as error:
-        return {"fit": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - since}
+        shown = "".join(traceback.format_exception(error))
+        return {"fit": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - since, "shown": shown}
     return {}
 
 
@@ -257,10 +262,16 @@ def case(made: type[Case]) -> type[Case]:
 class Fails(Case):
     """The others wait for the gradients of the second rank."""
 
+    ranks: ClassVar[tuple[int, ...]] = (1,)
+
     def loss(self, batch: Tensor) -> Tensor:
-        if self.global_rank == 1 and self.global_step == 1:
+        if self.global_rank in self.ranks and self.global_step == 1:
             raise RuntimeError("boom")
         return super().loss(batch)
+
+
+class AllFail(Fails):
+    ranks = (0, 1)
 
 
 @case

@@ -136,6 +136,18 @@ def test_the_same_on_an_object_store(forks: Forks, tmp_path: Path, bucket: Bucke
     assert told == [{f"{name}-{mode}": [] for name, (mode,) in cases.items()}] * 2
 
 
+def test_fsdp_says_how_to_have_a_checkpoint_after_an_error_in_a_step_where_it_cannot_gather_a_full_state(
+    forks: Forks, tmp_path: Path
+) -> None:
+    job = {"task": "resume", "strategy": "fsdp", "how": "alone", "all": True, "environments": [{}, {}]}
+    for outcome in forks.run({**job, "kind": "full", "place": str(tmp_path / "full")}):
+        assert outcome["fit"] == "RuntimeError: boom"
+        assert 'With `FSDPStrategy(state_dict_type="sharded")`' in outcome["shown"]
+    for outcome in forks.run({**job, "kind": "sharded", "place": str(tmp_path / "sharded")}):
+        assert outcome["fit"] == "RuntimeError: boom"
+    assert [path.name for path in tmp_path.glob("*/*")] == ["epoch=0-step=1.ckpt"]
+
+
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("strategy", ["fsdp", "model_parallel"])
 def test_fabric_restores_optimizers_that_have_no_state_of_some_parameters_or_of_none(

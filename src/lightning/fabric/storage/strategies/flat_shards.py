@@ -147,10 +147,16 @@ def clean_name(name: str) -> str:
 def _prepare_load(module: nn.Module) -> None:
     for path, name in flat_hooks.loading_hooks(module):
         raise _Undescribed(f"{clean_name(path) or 'it'} has {name}, which may need it to load a state")
-    if any(unit._handle is not None and unit._handle._training_state.name != "IDLE" for unit in _units(module)):
+    if is_in_step(module):
         raise _Undescribed("it is in the midst of a step")
     with flat_hooks.without_cutting(module):  # fails before anything is read, if a release lacks what it replaces
         flat_hooks.free_gathered(module)
+
+
+def is_in_step(module: nn.Module) -> bool:
+    """Returns whether a training step uses parameters of a module at the moment, or was ended by an error within it."""
+    handles: list[Any] = [unit._handle for unit in _units(module)]
+    return any(handle is not None and handle._training_state.name != "IDLE" for handle in handles)
 
 
 def _refuse_hooks(module: nn.Module) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning.fabric.storage.collectives.errors import together_in
 from lightning.fabric.storage.strategies import flat_load, flat_shards, full_state, load_targets, optimizer_state
 from lightning.fabric.storage.strategies.checkpoint_load import load_flat_optimizer, load_metadata, load_module
 from lightning.fabric.storage.strategies.checkpoint_place import FoundCheckpoint, find_to_load, refuse_folder
@@ -61,11 +62,14 @@ def module_state(strategy: Any, module: Module) -> dict[str, Any]:
 
     Raises:
         ValueError: The module could not load it.
+        RuntimeError: A full state is asked for in a training step of some rank. Every rank raises it.
     """
     from lightning.fabric.strategies import fsdp
 
     load_targets.refuse_unloadable(module)
     if not _is_sharded(strategy):
+        with together_in(strategy, "gathering the model's state"):
+            _refuse_step(module)
         with _gathered(strategy, module):
             return module.state_dict()
     state = flat_shards.module_state(module)
@@ -74,6 +78,16 @@ def module_state(strategy: Any, module: Module) -> dict[str, Any]:
     context: Any = fsdp._get_sharded_state_dict_context(module)
     with context:
         return module.state_dict()
+
+
+def _refuse_step(module: Module) -> None:
+    """Refuses to gather in a training step: collective calls may be in flight, on each rank others."""
+    if flat_shards.is_in_step(module):
+        raise RuntimeError(
+            "FSDP cannot gather a full state in the midst of a training step, also if an error or Ctrl-C has ended the"
+            ' step. With `FSDPStrategy(state_dict_type="sharded")` there is a checkpoint after those, too; `fabric'
+            " consolidate` makes one file of it."
+        )
 
 
 def sharded_optimizer_state(module: Module, optimizer: Optimizer) -> dict[str, Any]:
