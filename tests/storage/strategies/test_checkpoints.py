@@ -1,7 +1,9 @@
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import s3fs
 import torch
 
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -9,6 +11,8 @@ from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.strategies import checkpoint_load, checkpoint_place, checkpoint_save, full_state
+from lightning.fabric.storage.tools.copy import duplicate
+from lightning.fabric.storage.transport import retry
 from tests.servers import Bucket
 from tests.servers.credentials import SECRET
 from tests.storage import tree  # noqa: F401  # registers the protocol
@@ -155,3 +159,53 @@ def test_a_shard_that_cannot_be_read_is_an_oserror_that_names_the_checkpoint(par
         pytest.raises(OSError, match=rf"Could not (read|load the sharded checkpoint) {place}.*Forbidden"),
     ):
         checkpoint_load.load_shards({"w": torch.zeros(3)}, place)
+
+
+SHARDS, FILE = "shards", "file"
+
+
+def save_as(kind: str, url: str) -> None:
+    save = checkpoint_save.save_sharded if kind == SHARDS else checkpoint_save.save_full
+    save({"w": torch.arange(4.0)}, {"note": kind}, locate(url))
+
+
+@pytest.mark.parametrize(
+    ("before", "act", "expected"),
+    [
+        (SHARDS, lambda url: save_as(SHARDS, f"{url}/a"), SHARDS),
+        (FILE, lambda url: save_as(SHARDS, f"{url}/a"), SHARDS),
+        (SHARDS, lambda url: save_as(FILE, f"{url}/a"), FILE),
+        (SHARDS, lambda url: duplicate(f"{url}/shards", f"{url}/a"), SHARDS),
+        (FILE, lambda url: duplicate(f"{url}/shards", f"{url}/a"), SHARDS),
+        (SHARDS, lambda url: duplicate(f"{url}/file", f"{url}/a"), FILE),
+        (SHARDS, lambda url: checkpoint_place.find_to_load(f"{url}/a"), SHARDS),
+        (FILE, lambda url: checkpoint_place.find_to_load(f"{url}/a"), FILE),
+    ],
+)
+def test_no_question_and_no_removal_gives_up_when_a_store_is_away_for_a_moment(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, before: str, act: Any, expected: str
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+    s3fs.S3FileSystem.clear_instance_cache()
+    for kind, name in ((SHARDS, "shards"), (FILE, "file"), (before, "a")):
+        save_as(kind, f"{bucket.url}/{name}")
+    refused: set[tuple[str, str]] = set()
+
+    def once(method: str, path: str) -> int | None:
+        if (method, path) in refused:
+            return None
+        refused.add((method, path))
+        return 503
+
+    with bucket.refusing(once):
+        act(bucket.url)
+    assert {"HEAD", "GET"} & {method for method, _ in refused}
+    found = checkpoint_place.find_to_load(f"{bucket.url}/a")
+    assert (SHARDS if found.metadata is not None else FILE) == expected
+    names = [name.removeprefix("a/") for name in bucket.names("a")]
+    if expected == SHARDS:
+        assert set(names) == {".metadata", "meta.pt", *found.metadata.lightning["files"]}  # type: ignore[union-attr]
+    else:
+        assert names == ["a"]

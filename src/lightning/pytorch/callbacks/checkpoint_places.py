@@ -20,8 +20,7 @@ from lightning.fabric.storage.save_report import stage as report_stage
 from lightning.fabric.storage.tools.copy import duplicate
 from lightning.fabric.storage.tools.discover import is_there
 from lightning.fabric.storage.tools.preflight import has_checkpoints
-from lightning.fabric.storage.transport.errors import questions_named
-from lightning.fabric.storage.transport.retry import retrying
+from lightning.fabric.storage.transport.errors import ask
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks.checkpoint_history import paths_in
@@ -78,8 +77,7 @@ def is_saved(callback: "ModelCheckpoint", trainer: "Trainer", path: str) -> bool
 
 def _is_something_at(path: str) -> bool:
     place = locate(path)
-    with questions_named(place):
-        return retrying(f"Asking about {place}", place.kind) != "nothing"  # training does not end for a restart
+    return ask(place, place.kind) != "nothing"  # training does not end for a restart
 
 
 def can_be_linked_to(trainer: "Trainer", path: str) -> bool:

@@ -13,6 +13,7 @@ from lightning.fabric.storage.paths.remove import remove_file, remove_names
 from lightning.fabric.storage.sharded.checksums import FileRecords
 from lightning.fabric.storage.sharded.metadata_file import SHARD_SUFFIX
 from lightning.fabric.storage.transport.errors import questions_named
+from lightning.fabric.storage.transport.retry import retrying
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata  # not every build of PyTorch has it
@@ -78,15 +79,19 @@ def clean_up(place: Place, metadata: "Metadata") -> None:
     The checkpoint is complete, so that a failure is only logged.
     """
     try:
-        ours = metadata.lightning  # type: ignore[attr-defined]
-        found = place.sizes_of_files()
-        old = [name for name in found if name.endswith(SHARD_SUFFIX) and name not in ours["files"]]
-        if ours["meta"] is None and STOCK_META in found:
-            old.append(STOCK_META)
         with questions_named(place, "remove"):
-            remove_names(place, old)
-            if place.shares_names():  # a full file that the folder replaces; elsewhere it had to go before
-                remove_file(place)
+            retrying(f"The removal of what {place} has replaced", lambda: _remove_old(place, metadata))
     except Exception as error:
         reason = f"{type(error).__name__}: {redact(str(error))}"
         log.warning(f"Could not remove what earlier saves have left of {place} ({reason})")
+
+
+def _remove_old(place: Place, metadata: "Metadata") -> None:
+    ours = metadata.lightning  # type: ignore[attr-defined]
+    found = place.sizes_of_files()
+    old = [name for name in found if name.endswith(SHARD_SUFFIX) and name not in ours["files"]]
+    if ours["meta"] is None and STOCK_META in found:
+        old.append(STOCK_META)
+    remove_names(place, old)
+    if place.shares_names():  # a full file that the folder replaces; elsewhere it had to go before
+        remove_file(place)

@@ -33,6 +33,7 @@ from lightning.fabric.storage.gc_pause import collection_paused
 from lightning.fabric.storage.paths.layout import METADATA, STOCK_META
 from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.sharded.checksums import FileRecords, records_of
+from lightning.fabric.storage.transport.errors import ask
 from lightning.fabric.storage.transport.open import open_source, open_writer
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def read_metadata(place: Place) -> "tuple[Metadata, bytes]":
 
 def _check_files(place: Place, metadata: "Metadata") -> None:
     try:
-        sizes = place.sizes_of_files()
+        sizes = ask(place, place.sizes_of_files)
     except PermissionError as error:  # some roles may read, but not list
         log.warning(f"Cannot look whether {place} is complete, which would show when it is read ({error})")
         return
@@ -198,7 +199,8 @@ def parse_metadata(content: bytes, place: Place) -> "Metadata":
 
 def is_begun(place: Place) -> bool:
     """Returns whether there is a part of a sharded checkpoint, be it complete or not."""
-    return any(name in (METADATA, STOCK_META) or name.endswith(SHARD_SUFFIX) for name in place.sizes_of_files())
+    names = ask(place, place.sizes_of_files)
+    return any(name in (METADATA, STOCK_META) or name.endswith(SHARD_SUFFIX) for name in names)
 
 
 def read_meta(place: Place, metadata: "Metadata") -> bytes | None:

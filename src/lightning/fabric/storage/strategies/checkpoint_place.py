@@ -16,6 +16,7 @@ from lightning.fabric.storage.background.pending import drain
 from lightning.fabric.storage.collectives.errors import from_rank_zero, of_rank_zero, together
 from lightning.fabric.storage.paths.location import AnyPath, locate
 from lightning.fabric.storage.paths.place import Place
+from lightning.fabric.storage.transport.errors import ask
 from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_4
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def find_checkpoint(path: AnyPath, weights_only: bool | None = None) -> FoundChe
         try:
             metadata, content = metadata_file.read_metadata(place)
         except FileNotFoundError:
-            if place.is_file():
+            if ask(place, place.is_file):
                 return None, True
             if metadata_file.is_begun(place):
                 raise
@@ -113,7 +114,7 @@ def find_to_load(path: AnyPath, weights_only: bool | None = None) -> FoundCheckp
     """
     found = find_checkpoint(of_rank_zero(path), weights_only)
     if found.metadata is None and not found.is_full:
-        if from_rank_zero(found.place.kind, f"loading {found.place}") == "nothing":
+        if from_rank_zero(lambda: ask(found.place, found.place.kind), f"loading {found.place}") == "nothing":
             raise not_found(found.place)
         raise ValueError(
             f"The path {found} does not point to a valid checkpoint: there is a folder, but it holds no sharded"

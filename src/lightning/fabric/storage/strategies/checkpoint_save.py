@@ -16,6 +16,7 @@ from lightning.fabric.storage.save_report import reported
 from lightning.fabric.storage.strategies.checkpoint_place import is_sharded_checkpoint, locate_checkpoint
 from lightning.fabric.storage.strategies.extra_state import refuse_parts
 from lightning.fabric.storage.transport.errors import questions_named
+from lightning.fabric.storage.transport.retry import retrying
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -123,7 +124,7 @@ def _remove_replaced(place: Place, checkpoint_io: "CheckpointIO") -> None:
     if place.shares_names() and _has_shards(place):  # elsewhere the file took the place of the shards
         try:
             with questions_named(place, "remove"):
-                remove_folder(place)
+                retrying(f"The removal of the shards of {place}", lambda: remove_folder(place))
         except Exception as error:
             raise OSError(
                 f"{place} is saved, but the sharded checkpoint of that name could not be removed, and is"

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from lightning.fabric.storage.paths.layout import MARKS, METADATA
@@ -11,7 +12,8 @@ from lightning.fabric.storage.paths.remove import remove_file, remove_folder, re
 from lightning.fabric.storage.paths.replace import remove_leftovers, replace_by_folder
 from lightning.fabric.storage.save_report import timed
 from lightning.fabric.storage.sharded.metadata_file import read_metadata
-from lightning.fabric.storage.transport.errors import questions_named
+from lightning.fabric.storage.transport.errors import ask, questions_named
+from lightning.fabric.storage.transport.retry import retrying
 from lightning.fabric.storage.transport.server_side_copy import copy_file
 
 _FILES_AT_A_TIME = 4
@@ -29,28 +31,36 @@ def duplicate(source: str | os.PathLike[str], target: str | os.PathLike[str]) ->
     """
     place, copy = locate(source), locate(target)
     with timed("Copied", copy):
-        if place.kind() == "directory" or (place.shares_names() and METADATA in place.sizes_of_files()):
+        if ask(place, lambda: _is_folder(place)):
             _copy_folder(place, copy)
         else:
             copy_file(place, copy)
             if copy.shares_names():
-                with questions_named(copy, "remove"):
-                    remove_folder(copy)
+                _removed(copy, lambda: remove_folder(copy))
         remove_leftovers(copy)
 
 
+def _is_folder(place: Place) -> bool:
+    return place.kind() == "directory" or (place.shares_names() and METADATA in place.sizes_of_files())
+
+
+def _removed(place: Place, remove: Callable[[], None]) -> None:
+    """Removes what ``remove`` finds, which is asked for again each time: an answer may be lost."""
+    with questions_named(place, "remove"):
+        retrying(f"The removal of {place}", remove)
+
+
 def _copy_folder(source: Place, target: Place) -> None:
-    names = list(source.sizes_of_files())
+    names = list(ask(source, source.sizes_of_files))
     if METADATA in names:
         read_metadata(source)  # what lacks a shard must not take the place of a complete checkpoint
-    in_the_way = not target.shares_names() and target.is_file()
+    in_the_way = not target.shares_names() and ask(target, target.is_file)
     folder = target.beside(f".{secrets.token_hex(6)}.new") if in_the_way else target
-    before = {} if in_the_way else target.sizes_of_files()
+    before = {} if in_the_way else ask(target, target.sizes_of_files)
     shards = [name for name in names if name not in MARKS]
     # of stock's, which have the same names each time: no checkpoint may mix them
     if not before.keys().isdisjoint(shards):
-        with questions_named(folder, "remove"):
-            remove_names(folder, [name for name in MARKS if name in before])
+        _removed(folder, lambda: remove_names(folder, [name for name in MARKS if name in folder.sizes_of_files()]))
     tried = 0
     try:
         _copy_files(source, folder, shards)
@@ -67,10 +77,10 @@ def _copy_folder(source: Place, target: Place) -> None:
     if in_the_way:
         replace_by_folder(folder, target)
         return
-    with questions_named(target, "remove"):
-        remove_names(target, [name for name in before if name not in names])
-        if target.shares_names():
-            remove_file(target)
+    old = before.keys() - names
+    _removed(target, lambda: remove_names(target, [name for name in target.sizes_of_files() if name in old]))
+    if target.shares_names():
+        _removed(target, lambda: remove_file(target))
 
 
 def _copy_files(source: Place, folder: Place, names: list[str]) -> None:

@@ -1,8 +1,9 @@
 """Errors that name the place and what to do, whatever client or file system raised the reason."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from lightning.fabric.storage.paths.credentials import place_of
 from lightning.fabric.storage.paths.hints import about_bucket, about_endpoint, about_expiry
@@ -17,8 +18,11 @@ from lightning.fabric.storage.transport.retry import (
     have_expired,
     is_of_tls,
     is_transient,
+    retrying,
     status_of,
 )
+
+_T = TypeVar("_T")
 
 _KINDS = (
     PermissionError,
@@ -55,6 +59,16 @@ def questions_named(place: Place, verb: str = "look at") -> Iterator[None]:
             if place.is_local:
                 raise
             raise failure(verb, place, error) from unexplained(error)
+
+
+def ask(place: Place, question: Callable[[], _T]) -> _T:
+    """Returns the answer to a question about what is at ``place``, which is asked again if it fails for a moment.
+
+    Raises:
+        Exception: As by :func:`questions_named`.
+    """
+    with questions_named(place):
+        return retrying(f"Asking about {place}", question)
 
 
 def failure(verb: str, place: Place, cause: BaseException) -> OSError:

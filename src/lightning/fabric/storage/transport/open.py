@@ -30,6 +30,7 @@ from lightning.fabric.storage.transport.backends import (
 )
 from lightning.fabric.storage.transport.backends.obstore_config import native_store
 from lightning.fabric.storage.transport.errors import (
+    ask,
     context_kept,
     failure,
     failures_named,
@@ -142,9 +143,7 @@ def open_source(place: Place) -> Source:
     try:
         return _Named(place, open_it())
     except (FileNotFoundError, IsADirectoryError) as error:
-        with questions_named(place):
-            is_folder = isinstance(error, IsADirectoryError) or place.kind() == "directory"
-        if is_folder:
+        if isinstance(error, IsADirectoryError) or ask(place, place.kind) == "directory":
             raise IsADirectoryError(f"{place} is a folder") from error
         raise FileNotFoundError(f"There is no file {place}") from error
     except Exception as error:

@@ -15,7 +15,7 @@ from lightning.fabric.storage.paths.place import Place
 from lightning.fabric.storage.paths.redact import redact
 from lightning.fabric.storage.transport.backends.fsspec import room_for
 from lightning.fabric.storage.transport.backends.s3fs import MultipartUpload
-from lightning.fabric.storage.transport.errors import failures_named, questions_named
+from lightning.fabric.storage.transport.errors import ask, failures_named
 from lightning.fabric.storage.transport.multipart import part_size
 from lightning.fabric.storage.transport.open import open_reader, open_writer
 from lightning.fabric.storage.transport.refusals import is_refusal
@@ -79,8 +79,7 @@ def _copier(source: Place, target: Place) -> Callable[[], str] | None:
     (fs, path), (other, copy) = source.resolve(), target.resolve()
     if fs != other or not is_object_store(fs) or not has_own(fs, "cp_file"):
         return None
-    with questions_named(source):
-        info = info_of(fs, path)
+    info = ask(source, lambda: info_of(fs, path))
     if info["type"] != "file":
         raise FileNotFoundError(f"There is no file {source}")
     return lambda: _let_copy(fs, path, copy, int(info["size"]))
