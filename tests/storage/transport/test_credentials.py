@@ -20,7 +20,7 @@ from lightning.fabric.storage.archives.save import save_file
 from lightning.fabric.storage.paths.credentials import keep_current
 from lightning.fabric.storage.paths.location import locate
 from lightning.fabric.storage.paths.remove import remove
-from lightning.fabric.storage.transport import multipart
+from lightning.fabric.storage.transport import multipart, retry
 from lightning.fabric.storage.transport.open import open_writer
 from lightning.fabric.storage.transport.server_side_copy import copy_file
 from lightning.fabric.storage.transport.text import is_there
@@ -201,3 +201,19 @@ def test_a_signature_of_azure_that_was_renewed_in_the_environment_is_used(monkey
         assert fs.service_client.url.endswith(f"?{signature}")
         connected = fs.service_client
         assert locate("az://container/x").resolve()[0].service_client is connected
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_a_save_to_google_without_any_credentials_says_at_once_what_to_set(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if engine == "fsspec":
+        monkeypatch.setitem(sys.modules, "obstore", None)
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "STORAGE_EMULATOR_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    monkeypatch.setattr(retry, "DEADLINE_S", 1.0)
+    gcsfs.GCSFileSystem.clear_instance_cache()
+    with pytest.raises(OSError, match=r"no credentials were found.* GOOGLE_APPLICATION_CREDENTIALS"):
+        save_file({}, locate("gs://bucket/run/x.ckpt"))

@@ -49,6 +49,18 @@ def keep_current(fs: AbstractFileSystem, connect: bool = False) -> None:
         _renew_on_azure(fs)
 
 
+def refuse_missing(fs: AbstractFileSystem) -> None:
+    """Refuses to write to Google's own servers without credentials: gcsfs goes on without any if it has found none."""
+    client: Any = fs
+    if "gcsfs" not in clients_of(fs) or not client.on_google:
+        return
+    if client.credentials.token is None and client.credentials.method == "anon":
+        from google.auth import exceptions
+
+        error: Any = exceptions.DefaultCredentialsError
+        raise error("no credentials were found")
+
+
 def is_kept_current(credentials: Any) -> bool:
     """Returns whether credentials of a client of S3 are read anew before each request."""
     return "get_frozen_credentials" in vars(credentials)

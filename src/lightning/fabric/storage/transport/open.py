@@ -13,7 +13,7 @@ from typing import IO, cast
 from fsspec import AbstractFileSystem
 from typing_extensions import override
 
-from lightning.fabric.storage.paths.credentials import keep_current
+from lightning.fabric.storage.paths.credentials import keep_current, refuse_missing
 from lightning.fabric.storage.paths.filesystem import has_folders, is_object_store, is_zonal
 from lightning.fabric.storage.paths.place import LocalPlace, Place
 from lightning.fabric.storage.save_report import note_unknown_retries, writing
@@ -101,6 +101,7 @@ def _backend(place: Place, lean: bool, files: int, disposable: bool) -> UploadBa
         note_unknown_retries()
     client = partial(_client_backend, fs, path, lean, parts)
     keep_current(fs, connect=True)
+    refuse_missing(fs)
     native = native_store(fs, path)
     return client() if native is None else obstore.ObstoreUpload(fs, path, *native, parts, client, disposable)
 
