@@ -25,7 +25,7 @@ PLOT_STAMP := $(BENCH)/plot/plot-$(call checksum,requirements/plot.txt)
 # Lightning is a package that is installed, and so are our modules inside it: mypy finds them by name.
 OUR_MODULES = $(shell cd src && find lightning -name '*.py' | sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' | LC_ALL=C sort)
 
-.PHONY: setup test test-all setup-azure test-azure setup-hdfs test-hdfs setup-stores test-stores setup-device test-device test-upstream test-gpu gpu-wheels lint demo bench bench-files bench-sharded bench-async bench-scale bench-gpu dev clean
+.PHONY: setup test test-all setup-azure test-azure setup-hdfs test-hdfs setup-stores test-stores setup-device test-device test-upstream test-gpu gpu-wheels test-versions lint demo bench bench-files bench-sharded bench-async bench-scale bench-gpu dev clean
 .DELETE_ON_ERROR:
 
 setup: $(FORK_STAMP)
@@ -106,6 +106,11 @@ $(UPSTREAM_TESTS_STAMP):
 	  > "$$($(UPSTREAM_TESTS)/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_tools.pth"
 	$(UPSTREAM_TESTS)/venv/bin/python -m pip install --quiet --requirement requirements/upstream-tests.txt
 	touch $@
+
+# The wheels beside other versions of torch, Python and the clients: for some of its rows, make test-versions ROWS="NAME NAME"
+ROWS ?=
+test-versions: setup
+	$(BIN)/python -m tools.versions $(ROWS)
 
 lint: setup
 	$(BIN)/ruff check .
