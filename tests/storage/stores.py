@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from itertools import cycle
 from pathlib import Path
 from time import sleep
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import fsspec
 import pytest
@@ -20,8 +20,10 @@ from tests.servers import s3_programs as programs
 from tests.servers.azure import AzureServer, Container
 from tests.servers.gcs import PROJECT, GcsBucket, GcsServer
 from tests.servers.hdfs import Hdfs, HdfsFolder
-from tests.servers.zonal import ZonalBucket, ZonalServer, lead_gcsfs_to
 from tests.storage.places import Explicit, Folder, Memory, Store
+
+if TYPE_CHECKING:
+    from tests.servers.zonal import ZonalServer
 
 MIB = 2**20
 #: A port that nobody listens on.
@@ -225,7 +227,12 @@ class Zonal(OnStore):
     beyond_limits = 40 * MIB
 
     @pytest.fixture
-    def store(self, zonal: ZonalServer, monkeypatch: pytest.MonkeyPatch) -> Store:
+    def store(self, zonal: "ZonalServer", monkeypatch: pytest.MonkeyPatch) -> Store:
+        from tests.servers.zonal import (  # not at the top: the oldest gcsfs has no such buckets
+            ZonalBucket,
+            lead_gcsfs_to,
+        )
+
         lead_gcsfs_to(zonal, monkeypatch)
         monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
         bucket = ZonalBucket(zonal)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._tensor import Replicate, Shard  # their name in PyTorch 2.4 too
 from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.tensor import Replicate, Shard
 
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import AsyncCheckpointIO, TorchCheckpointIO

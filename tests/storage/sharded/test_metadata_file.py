@@ -1,5 +1,6 @@
 """Sharded checkpoints are whole or not at all, in one process; tests/strategies has them with several ranks."""
 
+import copyreg
 import enum
 import io
 import logging
@@ -347,6 +348,34 @@ def test_metadata_that_an_early_python_311_has_pickled_are_read() -> None:
     content = _as_early_python_311(Metadata({"w": entry}))
     assert b"getattr" in content
     assert unpickle(content) == pickle.loads(content)
+
+
+def _with_strides(strides: Any) -> bytes:
+    """Pickles properties of a tensor as PyTorch 2.15 does."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if not isinstance(obj, TensorProperties):
+                return NotImplemented
+            state = (torch.float16, torch.strided, False, 0, False, strides)
+            return copyreg.__newobj__, (TensorProperties,), state  # type: ignore[attr-defined]
+
+    file = io.BytesIO()
+    Pickler(file, protocol=4).dump(TensorProperties())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("strides", [None, (3, 1)])
+def test_metadata_that_pytorch_2_15_has_pickled_with_strides_are_read(strides: tuple[int, ...] | None) -> None:
+    read = unpickle(_with_strides(strides))
+    assert type(read) is TensorProperties
+    assert (read.dtype, read.memory_format, read.strides) == (torch.float16, torch.contiguous_format, strides)
+
+
+@pytest.mark.parametrize("strides", [[1], (1, "1"), (0,) * 1001])
+def test_strides_that_are_no_short_tuple_of_numbers_are_refused(strides: Any) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="strides"):
+        unpickle(_with_strides(strides))
 
 
 @pytest.mark.parametrize("wanted", [(torch.Size, "__class__"), (Metadata, "__init__"), ("a", "join")])

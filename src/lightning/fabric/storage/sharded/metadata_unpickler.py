@@ -105,11 +105,19 @@ def _function(call: Callable[..., Any]) -> Any:
 class _Properties(metadata.TensorProperties):
     @override
     def __setstate__(self, state: Any) -> None:
-        self.dtype, self.layout, self.requires_grad, memory_format, self.pin_memory = state
+        self.dtype, self.layout, self.requires_grad, memory_format, self.pin_memory, *strides = state
         if not isinstance(self.dtype, torch.dtype) or not isinstance(self.layout, torch.layout):
             raise pickle.UnpicklingError("there is no such type of tensors")
+        if strides:  # since torch 2.15
+            (self.strides,) = map(_strides, strides)
         self.memory_format = (torch.contiguous_format, torch.channels_last, torch.preserve_format)[memory_format]
         self.__class__ = metadata.TensorProperties  # type: ignore[assignment]
+
+
+def _strides(values: Any) -> tuple[int, ...] | None:
+    if values is not None and (type(values) is not tuple or len(values) > _DIMS or {*map(type, values)} - {int}):
+        raise pickle.UnpicklingError("the strides of a tensor are no short tuple of numbers")
+    return values
 
 
 def _size(values: Any) -> torch.Size:
