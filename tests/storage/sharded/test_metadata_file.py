@@ -358,7 +358,7 @@ def _with_strides(strides: Any) -> bytes:
             if not isinstance(obj, TensorProperties):
                 return NotImplemented
             state = (torch.float16, torch.strided, False, 0, False, strides)
-            return copyreg.__newobj__, (TensorProperties,), state  # type: ignore[attr-defined]
+            return copyreg.__newobj__, (TensorProperties,), state
 
     file = io.BytesIO()
     Pickler(file, protocol=4).dump(TensorProperties())
