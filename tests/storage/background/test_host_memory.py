@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning.fabric.storage.background import cuda_memory, host_memory
+from lightning.fabric.storage.background import cuda_memory
 from lightning.fabric.storage.background.host_memory import HostMemory
 from lightning.fabric.storage.background.staging import Staging
 
@@ -138,8 +138,8 @@ def test_memory_that_forks_would_share_is_not_pinned(
 
 def test_pages_are_touched_before_they_are_registered(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    touch, register = host_memory._touch, cuda_memory._register
-    monkeypatch.setattr(host_memory, "_touch", lambda view: (order.append("touch"), touch(view)))
+    touch, register = HostMemory.touch, cuda_memory._register
+    monkeypatch.setattr(HostMemory, "touch", lambda memory: (order.append("touch"), touch(memory)))
     monkeypatch.setattr(cuda_memory, "_register", lambda spans: (order.append("register"), register(spans))[1])
     HostMemory(BLOCK, DEVICE)
     assert order == ["touch", "register"]

@@ -417,14 +417,14 @@ def first_copy() -> None:
 
 
 def test_the_first_copy_waits_until_all_of_the_memory_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    touch, allocated = host_memory._touch, threading.Event()
+    touch, allocated = HostMemory.touch, threading.Event()
 
-    def touch_late(view: memoryview) -> None:
+    def touch_late(memory: HostMemory) -> None:
         allocated.set()
         time.sleep(0.2)
-        touch(view)
+        touch(memory)
 
-    monkeypatch.setattr(host_memory, "_touch", touch_late)
+    monkeypatch.setattr(HostMemory, "touch", touch_late)
     memory = Staging()
     memory.warm(MIB)
     (warming,) = (thread for thread in threading.enumerate() if thread.name == "warm-checkpoint-memory")

@@ -53,9 +53,9 @@ class HostMemory:
         mapping = _map(max(size, 1))
         self._view = memoryview(mapping)
         can_pin = _keep_from_forks(mapping)
-        # before it is registered, when the driver would have one thread do it, and other processes wait
-        _touch(self._view)
         if device is not None and registers:
+            # before it is registered, when the driver would have one thread do it, and other processes wait
+            self.touch()
             reason = "the kernel cannot keep it from forked processes"
             if can_pin:
                 self.registered = cuda_memory.Registered(self._view, mapping, device)
@@ -66,6 +66,16 @@ class HostMemory:
                 f" checkpoint is copied from the device: {reason}.",
                 stacklevel=2,
             )
+
+    def touch(self) -> None:
+        """Writes to each page, for which the system then need not find memory later. The content becomes undefined."""
+        pages, step = np.frombuffer(self._view, np.uint8)[::_PAGE], _TOUCHED // _PAGE
+
+        def touch(at: int) -> None:
+            pages[at : at + step] = 0  # which other threads can run beside
+
+        with ThreadPoolExecutor(_TOUCHING_THREADS) as threads:
+            list(threads.map(touch, range(0, len(pages), step)))
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         """Returns a contiguous tensor in this memory, with a storage of its own, which torch saves without the rest.
@@ -95,17 +105,6 @@ class HostMemory:
         ends = [*range(first, target.nbytes, block), target.nbytes]
         for at, end in zip([0, *ends], ends, strict=False):
             yield target[at // itemsize : end // itemsize], source[at // itemsize : end // itemsize]
-
-
-def _touch(view: memoryview) -> None:
-    """Writes to each page, for which the system then need not find memory later."""
-    pages, step = np.frombuffer(view, np.uint8)[::_PAGE], _TOUCHED // _PAGE
-
-    def touch(at: int) -> None:
-        pages[at : at + step] = 0  # which other threads can run beside
-
-    with ThreadPoolExecutor(_TOUCHING_THREADS) as threads:
-        list(threads.map(touch, range(0, len(pages), step)))
 
 
 def _map(size: int) -> mmap.mmap:

@@ -78,6 +78,8 @@ class Slot:
     def _warm(self, size: int, device: torch.device | None) -> None:
         try:
             self._allocate(size, device)
+            if self.device is None:  # else it has been touched, to be pinned
+                self._blocks[-1].touch()
         except (MemoryError, RuntimeError):  # also for there are no more threads at the end of the process
             self.size -= size  # the first save tries again, and raises the error
 
